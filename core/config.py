@@ -1,0 +1,175 @@
+"""The configuration: one frozen value, checked when it is built, read from one TOML file.
+
+Knows nothing of services; it only says what they may be told. An unknown key is an error that
+names the nearest valid one. Units stand in the names: `_s` seconds, `_ms` milliseconds.
+See deploy/config/ for complete files and docs/configuration.md for every key.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from core.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PlacementConfig(_Section):
+    """Where Ray may put an actor."""
+
+    num_cpus: float = Field(1.0, ge=0)
+    num_gpus: float = Field(0.0, ge=0)
+    accelerator_type: str = ""
+    resources: dict[str, float] = {}
+    label_selector: dict[str, str] = {}
+    cpu_affinity: list[int] = []
+
+
+class ModelConfig(_Section):
+    """A model and how it is held. `model` is a directory, a hub name or `embedded:NAME`."""
+
+    model: str = Field(min_length=1)
+    gguf_file: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device_map: str | dict[str, int | str] = "auto"
+    max_memory: dict[str, str] = {}
+    offload_folder: str = ""
+    trust_remote_code: bool = False
+    max_length: int = Field(2048, ge=2)
+    max_sequences: int = Field(16, ge=1)
+    max_batch_tokens: int = Field(512, ge=16)
+    threads: int = Field(0, ge=0)
+    pack_weights: bool = True
+
+
+class VerifierConfig(_Section):
+    """The verifier replicas of the target."""
+
+    replicas: int = Field(1, ge=1)
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    placement: PlacementConfig = PlacementConfig()
+
+
+class DrafterPoolConfig(_Section):
+    """A pool of equal drafters. `model` is needed by kinds that have one; `options` by kind."""
+
+    name: str = Field(min_length=1, pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    kind: str = Field(min_length=1)
+    replicas: int = Field(1, ge=0)
+    max_draft_tokens: int = Field(4, ge=1, le=64)
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    model: ModelConfig | None = None
+    options: dict[str, Any] = {}
+    placement: PlacementConfig = PlacementConfig()
+    addresses: list[str] = []
+
+
+class OrchestratorConfig(_Section):
+    """The front: the public API, the queue and the pipeline's patience."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(50051, ge=0, le=65535)
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    max_queue: int = Field(128, ge=0)
+    max_in_flight: int = Field(1, ge=1, le=8)
+    draft_wait_ms: float = Field(250.0, ge=0)
+    verify_timeout_s: float = Field(60.0, gt=0)
+    drain_timeout_s: float = Field(30.0, ge=0)
+    default_pool: str = ""
+    auth_token_file: str = ""
+    verifier_addresses: list[str] = []
+
+
+class RayConfig(_Section):
+    """The Ray cluster. An empty address starts a local one."""
+
+    address: str = ""
+    namespace: str = "forerun"
+    object_store_mb: int = Field(100, ge=80)
+
+
+class Config(_Section):
+    """The whole configuration."""
+
+    target: ModelConfig
+    verifier: VerifierConfig = VerifierConfig()
+    drafter_pools: list[DrafterPoolConfig] = []
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        names = [pool.name for pool in self.drafter_pools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"drafter_pools: the name {name!r} is used twice")
+        default = self.orchestrator.default_pool
+        if default and default not in names:
+            raise ValueError(f"orchestrator.default_pool: no pool {default!r}; there are {names}")
+        return self
+
+    def pool(self, name: str) -> DrafterPoolConfig:
+        """The pool of that name. Raises ConfigError when there is none."""
+        for pool in self.drafter_pools:
+            if pool.name == name:
+                return pool
+        known = ", ".join(pool.name for pool in self.drafter_pools) or "none"
+        raise ConfigError(f"drafter_pools: no pool {name!r}; there are: {known}")
+
+
+def load_config(path: str | Path) -> Config:
+    """Read and check a TOML file. Raises ConfigError that names file, key and nearest key."""
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return parse_config(data, source=str(path))
+
+
+def parse_config(data: dict[str, Any], source: str = "config") -> Config:
+    """Check a config given as nested dicts. Raises ConfigError as `load_config` does."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = [_describe(dict(item)) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from error
+
+
+def _describe(item: dict[str, Any]) -> str:
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location)
+    if item["type"] != "extra_forbidden":
+        message = str(item["msg"]).removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    valid = _valid_keys(item["loc"][:-1])
+    nearest = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{key}: unknown key; {hint} Valid keys: {', '.join(sorted(valid))}"
+
+
+def _valid_keys(location: tuple[str | int, ...]) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, str) and part in section.model_fields:
+            section = _section_of(section.model_fields[part].annotation) or section
+    return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The config section inside a type such as `list[Section]` or `Section | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _section_of(argument)
+        if found is not None:
+            return found
+    return None

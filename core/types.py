@@ -1,0 +1,263 @@
+"""The values that travel between forerun's parts, as frozen dataclasses.
+
+Knows nothing of protobuf (see `core.wire`), torch, asyncio or any service. Token ids are plain
+ints in the target's vocabulary; lengths and positions count tokens. A *position* is an index into
+a sequence's committed tokens: every message that changes state says at which position it begins,
+and the receiver truncates to it, so repeating a message is always safe.
+
+    committed tokens   0 ........ position | new_token_ids | draft_token_ids
+                       already cached      | committed     | to be verified
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Rule(enum.Enum):
+    """How a draft is verified; see docs/losslessness.md."""
+
+    GREEDY = "greedy"
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+    ENSEMBLE = "ensemble"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Fully resolved sampling parameters of one sequence. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    rule: Rule = Rule.GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What two services must agree on; `tokenizer_fingerprint` is empty for any-id services."""
+
+    model: str
+    vocab_size: int
+    tokenizer_fingerprint: str = ""
+
+
+# ---------------------------------------------------------------- verifier
+
+
+class VerdictStatus(enum.Enum):
+    """What became of a row or an open."""
+
+    OK = "ok"
+    NEED_PREFIX = "need_prefix"
+    NO_SLOT = "no_slot"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """A verifier's limits and its model's defaults, from the handshake."""
+
+    identity: ModelIdentity
+    max_length: int
+    max_sequences: int
+    max_batch_tokens: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams
+    instance_id: str
+    tokenizer_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOpen:
+    """Admit `sequence`; it may grow to `max_length` tokens."""
+
+    sequence: int
+    sampling: SamplingParams
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """Append `new_token_ids` (at least one) behind `position`, check the draft behind them.
+
+    A `partial` row is a chunk of a prompt that is not its last: cached, nothing is drawn.
+    """
+
+    sequence: int
+    position: int
+    new_token_ids: tuple[int, ...]
+    draft_token_ids: tuple[int, ...] = ()
+    partial: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this row sends through the target."""
+        return len(self.new_token_ids) + len(self.draft_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBatch:
+    """One micro-batch. Closes are applied first, then opens, then rows."""
+
+    batch: int
+    rows: tuple[VerifyRow, ...] = ()
+    opens: tuple[VerifyOpen, ...] = ()
+    closes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict on one row.
+
+    `position` is where `token_ids` begin (the row's position plus its new tokens).
+    `token_ids` are the accepted draft tokens and the one token the target adds: accepted + 1
+    ids, or none for a partial row or a status other than OK.
+    """
+
+    sequence: int
+    position: int
+    status: VerdictStatus = VerdictStatus.OK
+    accepted: int = 0
+    token_ids: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailure:
+    """An open that was not admitted; the sequence is unknown to the verifier."""
+
+    sequence: int
+    status: VerdictStatus
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTimings:
+    """Nanoseconds spent on one micro-batch."""
+
+    queue_ns: int = 0
+    forward_ns: int = 0
+    sampling_ns: int = 0
+    num_forwards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """One verdict per row of the batch, in its order."""
+
+    batch: int
+    verdicts: tuple[Verdict, ...]
+    open_failures: tuple[OpenFailure, ...] = ()
+    timings: VerifyTimings = field(default_factory=VerifyTimings)
+
+
+# ---------------------------------------------------------------- drafter
+
+
+class NeedOpenReason(enum.Enum):
+    """Why a drafter cannot go on with a sequence."""
+
+    GAP = "gap"
+    TOO_LONG = "too_long"
+    FULL = "full"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """What a drafter is and can hold, from the handshake. 0 means unlimited."""
+
+    kind: str
+    identity: ModelIdentity
+    max_length: int
+    max_sequences: int
+    max_draft_tokens: int
+    instance_id: str
+    has_distributions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpen:
+    """Take up a sequence from its committed tokens; draft `next_draft_tokens` at once."""
+
+    sequence: int
+    generation: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_draft_tokens: int
+    next_draft_tokens: int = 0
+    fan_out: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCommit:
+    """The target committed `token_ids` behind `base_length`; `accepted` of them were drafted."""
+
+    sequence: int
+    generation: int
+    base_length: int
+    accepted: int
+    token_ids: tuple[int, ...]
+    next_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftClose:
+    """Forget a sequence."""
+
+    sequence: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCommands:
+    """One frame to a drafter. Closes are applied first, then opens, then commits."""
+
+    opens: tuple[DraftOpen, ...] = ()
+    commits: tuple[DraftCommit, ...] = ()
+    closes: tuple[DraftClose, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The draft for one outcome: `accepted` draft tokens, then the target's `token`."""
+
+    accepted: int
+    token: int
+    draft_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Drafts for outcomes of the block sent on `base_length` committed tokens.
+
+    After an open of L tokens, and after a commit, the one outcome is the known one:
+    base_length + accepted + 1 is then the committed length and `token` its last token.
+    """
+
+    sequence: int
+    generation: int
+    base_length: int
+    branches: tuple[Branch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NeedOpen:
+    """The drafter cannot go on with a sequence."""
+
+    sequence: int
+    generation: int
+    reason: NeedOpenReason
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlans:
+    """One frame from a drafter."""
+
+    plans: tuple[Plan, ...] = ()
+    need_opens: tuple[NeedOpen, ...] = ()
+    draft_ns: int = 0
+    num_queued: int = 0

@@ -1,0 +1,154 @@
+from protos import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerdictStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERDICT_STATUS_UNSPECIFIED: _ClassVar[VerdictStatus]
+    VERDICT_STATUS_OK: _ClassVar[VerdictStatus]
+    VERDICT_STATUS_NEED_PREFIX: _ClassVar[VerdictStatus]
+    VERDICT_STATUS_NO_SLOT: _ClassVar[VerdictStatus]
+    VERDICT_STATUS_INVALID: _ClassVar[VerdictStatus]
+VERDICT_STATUS_UNSPECIFIED: VerdictStatus
+VERDICT_STATUS_OK: VerdictStatus
+VERDICT_STATUS_NEED_PREFIX: VerdictStatus
+VERDICT_STATUS_NO_SLOT: VerdictStatus
+VERDICT_STATUS_INVALID: VerdictStatus
+
+class DescribeVerifierRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeVerifierResponse(_message.Message):
+    __slots__ = ("protocol_version", "identity", "max_length", "max_sequences", "max_batch_tokens", "eos_token_ids", "default_sampling", "instance_id", "tokenizer_size")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SIZE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    identity: _common_pb2.ModelIdentity
+    max_length: int
+    max_sequences: int
+    max_batch_tokens: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    default_sampling: _common_pb2.Sampling
+    instance_id: str
+    tokenizer_size: int
+    def __init__(self, protocol_version: _Optional[int] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., instance_id: _Optional[str] = ..., tokenizer_size: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("batch", "opens", "rows", "closes")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    batch: int
+    opens: _containers.RepeatedCompositeFieldContainer[VerifyOpen]
+    rows: _containers.RepeatedCompositeFieldContainer[VerifyRow]
+    closes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, batch: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[VerifyOpen, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[VerifyRow, _Mapping]]] = ..., closes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class VerifyOpen(_message.Message):
+    __slots__ = ("sequence", "sampling", "max_length", "logprobs")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    sampling: _common_pb2.Sampling
+    max_length: int
+    logprobs: int
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+
+class VerifyRow(_message.Message):
+    __slots__ = ("sequence", "position", "new_token_ids", "draft_token_ids", "partial", "draft_distributions")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    position: int
+    new_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    partial: bool
+    draft_distributions: _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., partial: _Optional[bool] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("batch", "verdicts", "open_failures", "timings")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    batch: int
+    verdicts: _containers.RepeatedCompositeFieldContainer[VerifyVerdict]
+    open_failures: _containers.RepeatedCompositeFieldContainer[OpenFailure]
+    timings: VerifyTimings
+    def __init__(self, batch: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[VerifyVerdict, _Mapping]]] = ..., open_failures: _Optional[_Iterable[_Union[OpenFailure, _Mapping]]] = ..., timings: _Optional[_Union[VerifyTimings, _Mapping]] = ...) -> None: ...
+
+class OpenFailure(_message.Message):
+    __slots__ = ("sequence", "status", "message")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    status: VerdictStatus
+    message: str
+    def __init__(self, sequence: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class VerifyVerdict(_message.Message):
+    __slots__ = ("sequence", "position", "status", "message", "accepted", "token_ids", "logprobs", "cached_tokens", "features")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    position: int
+    status: VerdictStatus
+    message: str
+    accepted: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    cached_tokens: int
+    features: bytes
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_token_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class VerifyTimings(_message.Message):
+    __slots__ = ("queue_ns", "forward_ns", "sampling_ns", "num_forwards")
+    QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    queue_ns: int
+    forward_ns: int
+    sampling_ns: int
+    num_forwards: int
+    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ...) -> None: ...
