@@ -1,13 +1,13 @@
 """The exception tree. One tree, one boundary: `core.rpc` turns these into gRPC statuses.
 
-    ForerunError
-    ├── ConfigError            a config file or option is wrong           (process exits 2)
-    ├── InvalidRequestError    the caller's fault; names the field        INVALID_ARGUMENT
-    ├── OverloadedError        try again later                            RESOURCE_EXHAUSTED
-    ├── UnavailableError       a service that is needed is not there      UNAVAILABLE
-    ├── UnauthenticatedError   no token, or a wrong one                   UNAUTHENTICATED
-    ├── HandshakeError         two services do not fit; names both sides  FAILED_PRECONDITION
-    └── ModelError             a model cannot be loaded or run            FAILED_PRECONDITION
+ForerunError
+├── ConfigError            a config file or option is wrong           (process exits 2)
+├── InvalidRequestError    the caller's fault; names the field        INVALID_ARGUMENT
+├── OverloadedError        try again later                            RESOURCE_EXHAUSTED
+├── UnavailableError       a service that is needed is not there      UNAVAILABLE
+├── UnauthenticatedError   no token, or a wrong one                   UNAUTHENTICATED
+├── HandshakeError         two services do not fit; names both sides  FAILED_PRECONDITION
+└── ModelError             a model cannot be loaded or run            FAILED_PRECONDITION
 """
 
 

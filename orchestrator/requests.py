@@ -1,0 +1,160 @@
+"""What a client wants and what it gets, as the engine sees it: everything resolved and checked.
+
+Knows nothing of protobuf, tokenizers or services. `orchestrator.server` builds a
+GenerationRequest from the wire and turns Blocks back into responses.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from core.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When to stop. `stop_token_ids` holds the model's end tokens too, unless ignored."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Use of drafts. `max_draft_tokens` 0 and `drafter` "" leave the choice to the pool."""
+
+    enabled: bool = True
+    max_draft_tokens: int = 0
+    drafter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One admitted request; lengths and ids are already checked against the target."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopping: Stopping
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended."""
+
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one request; names as in generation.proto."""
+
+    num_verify_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_plan_hits: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    plan_misses: Counter[str] = field(default_factory=Counter)
+    fallback_steps: Counter[str] = field(default_factory=Counter)
+    drafter: str = ""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / num_spec_steps."""
+        return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """accepted / drafted."""
+        return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a generation. Times in seconds from arrival."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    stats: SpeculationStats
+    time_to_first_token_s: float
+    total_s: float
+    stop_string: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The tokens one verdict committed: the first `accepted` were drafted, the rest the target's.
+
+    `text` is what became final with them: complete code points, no part of a stop string.
+    """
+
+    token_ids: tuple[int, ...]
+    accepted: int
+    text: str
+    finished: Finished | None = None
+
+
+class Health(enum.Enum):
+    """Health of a replica as the orchestrator sees it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """A service replica and how to find it: `resolve` returns its address now ("host:port")
+    or raises UnavailableError; it is asked again after each loss. `pool` is "" for a verifier."""
+
+    replica_id: str
+    pool: str
+    resolve: Callable[[], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica at one moment; names as in cluster.proto."""
+
+    replica_id: str
+    address: str
+    health: Health
+    message: str
+    num_sequences: int
+    max_sequences: int
+    num_losses: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """A drafter pool at one moment; names as in cluster.proto."""
+
+    pool: str
+    kind: str
+    replicas: tuple[ReplicaStatus, ...]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """The cluster at one moment; names as in cluster.proto."""
+
+    model: str
+    verifiers: tuple[ReplicaStatus, ...]
+    drafter_pools: tuple[PoolStatus, ...]
+    num_waiting: int
+    num_running: int
+    num_finished: int
+    num_completion_tokens: int
+    uptime_s: float
