@@ -79,6 +79,7 @@ class OrchestratorConfig(_Section):
     metrics_port: int | None = Field(None, ge=0, le=65535)
     max_queue: int = Field(128, ge=0)
     max_in_flight: int = Field(1, ge=1, le=8)
+    max_prefill_tokens: int = Field(256, ge=16)
     draft_wait_ms: float = Field(250.0, ge=0)
     verify_timeout_s: float = Field(60.0, gt=0)
     drain_timeout_s: float = Field(30.0, ge=0)

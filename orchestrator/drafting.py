@@ -1,0 +1,192 @@
+"""The drafter side of the engine: who drafts for whom, what they are told, what they answer.
+
+Glue between the pools, the sequences' pipelines and the drafters' connections. Knows nothing of
+verifiers: the engine tells it what was committed and asks nothing back; plans land in the
+sequences. A drafter that is lost, full or confused costs speed and never text.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from core.config import DrafterPoolConfig
+from core.errors import HandshakeError
+from core.types import (
+    DraftClose,
+    DraftCommands,
+    DraftCommit,
+    DrafterInfo,
+    DraftOpen,
+    DraftPlans,
+    NeedOpen,
+    NeedOpenReason,
+    VerifierInfo,
+)
+from orchestrator.clients import DrafterClient
+from orchestrator.pipeline import Sequence
+from orchestrator.pool import Pool, Replica, explain_mismatch
+from orchestrator.requests import Health, ReplicaSpec
+
+log = structlog.get_logger()
+
+_CAUSES = {
+    NeedOpenReason.TOO_LONG: "too_long",
+    NeedOpenReason.FULL: "drafter_full",
+    NeedOpenReason.INVALID: "drafter_error",
+}
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What the next frame to one drafter holds."""
+
+    opens: list[DraftOpen] = field(default_factory=list)
+    commits: list[DraftCommit] = field(default_factory=list)
+    closes: list[DraftClose] = field(default_factory=list)
+
+
+class Drafting:
+    """All drafter pools of one engine.
+
+    sequences: the engine's running sequences by id.
+    on_change: called after an event that may have made rows ready.
+    """
+
+    def __init__(
+        self,
+        configs: list[DrafterPoolConfig],
+        default_pool: str,
+        sequences: Mapping[int, Sequence],
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens) for c in configs}
+        self.default_pool = default_pool or next(iter(self.pools), "")
+        self._sequences = sequences
+        self._clock = clock
+        self._on_change = on_change
+        self._clients: dict[str, DrafterClient] = {}
+        self._replicas: dict[str, tuple[Pool, Replica]] = {}
+        self._outboxes: dict[str, _Outbox] = {}
+
+    def start(self, specs: list[ReplicaSpec], target: VerifierInfo) -> None:
+        """Connect to every drafter; those that do not fit `target` are refused."""
+        for spec in specs:
+            pool = self.pools[spec.pool]
+            replica = pool.add(spec.replica_id)
+            self._replicas[spec.replica_id] = (pool, replica)
+
+            def check(info: DrafterInfo, pool: Pool = pool) -> None:
+                if mismatch := explain_mismatch(info.identity, target.identity):
+                    raise HandshakeError(f"drafter_pools.{pool.name}: {mismatch}")
+
+            client = DrafterClient(
+                spec,
+                check=check,
+                on_ready=lambda address, info, r=replica: self._ready(r, address, info),  # type: ignore[misc]
+                on_message=lambda plans, r=replica: self._plans(r, plans),  # type: ignore[misc]
+                on_lost=lambda health, why, r=replica: self._lost(r, health, why),  # type: ignore[misc]
+            )
+            self._clients[spec.replica_id] = client
+            client.start()
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.stop()
+
+    # ------------------------------------------------------------ what the engine tells
+
+    def attach(self, sequence: Sequence) -> None:
+        """Give a sequence a drafter if it wants one and there is one."""
+        if sequence.no_draft_cause or sequence.drafter is not None:
+            return
+        pool = self.pools.get(sequence.request.speculation.drafter or self.default_pool)
+        if pool is None or (replica := pool.choose()) is None:
+            return
+        replica.sequences.add(sequence.id)
+        opened = sequence.open_drafter(
+            replica.replica_id, self._limit(pool, replica), self._clock()
+        )
+        sequence.stats.drafter = pool.name
+        self._outbox(replica).opens.append(opened)
+
+    def commit(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Tell the sequence's drafter what was committed, or find it one."""
+        if sequence.drafter is None:
+            self.attach(sequence)
+            return
+        pool, replica = self._replicas[sequence.drafter]
+        limit = self._limit(pool, replica)
+        commit = sequence.commit_drafter(token_ids, limit, self._clock())
+        self._outbox(replica).commits.append(commit)
+
+    def count(self, sequence: Sequence, num_draft_tokens: int, num_accepted: int) -> None:
+        """Add one verified draft to the totals of the pool it came from."""
+        if num_draft_tokens and sequence.stats.drafter in self.pools:
+            self.pools[sequence.stats.drafter].count(num_draft_tokens, num_accepted)
+
+    def detach(self, sequence: Sequence) -> None:
+        """Let the sequence's drafter forget it."""
+        if sequence.drafter is None:
+            return
+        _, replica = self._replicas[sequence.drafter]
+        replica.sequences.discard(sequence.id)
+        outbox = self._outbox(replica)
+        unsent = [o for o in outbox.opens if o.sequence == sequence.id]
+        outbox.opens = [o for o in outbox.opens if o.sequence != sequence.id]
+        outbox.commits = [c for c in outbox.commits if c.sequence != sequence.id]
+        close = sequence.close_drafter()
+        if not unsent or close.generation > 1:
+            outbox.closes.append(close)
+
+    def flush(self) -> None:
+        """Send what was collected: one frame per drafter."""
+        for replica_id, outbox in self._outboxes.items():
+            frame = DraftCommands(tuple(outbox.opens), tuple(outbox.commits), tuple(outbox.closes))
+            self._clients[replica_id].send(frame)
+        self._outboxes.clear()
+
+    # ------------------------------------------------------------ what the drafters answer
+
+    def _ready(self, replica: Replica, address: str, info: DrafterInfo) -> None:
+        replica.become_ready(address, info)
+        for sequence in self._sequences.values():
+            if sequence.verifier is not None:
+                self.attach(sequence)
+        self._on_change()
+
+    def _lost(self, replica: Replica, health: Health, reason: str) -> None:
+        self._outboxes.pop(replica.replica_id, None)
+        for sequence_id in replica.become_lost(health, reason):
+            if sequence := self._sequences.get(sequence_id):
+                sequence.forget_drafter()
+                self.attach(sequence)
+        self._on_change()
+
+    def _plans(self, replica: Replica, plans: DraftPlans) -> None:
+        for plan in plans.plans:
+            if sequence := self._sequences.get(plan.sequence):
+                sequence.take_plan(plan)
+        for need in plans.need_opens:
+            sequence = self._sequences.get(need.sequence)
+            if sequence is not None and sequence.generation == need.generation:
+                self._reopen(sequence, replica, need)
+        self._on_change()
+
+    def _reopen(self, sequence: Sequence, replica: Replica, need: NeedOpen) -> None:
+        replica.sequences.discard(sequence.id)
+        sequence.forget_drafter()
+        if need.reason is NeedOpenReason.GAP:
+            self.attach(sequence)
+        else:
+            sequence.no_draft_cause = _CAUSES[need.reason]
+            log.info("drafting ended", sequence=sequence.id, why=need.message or need.reason.value)
+
+    def _limit(self, pool: Pool, replica: Replica) -> int:
+        own = replica.info.max_draft_tokens if isinstance(replica.info, DrafterInfo) else 0
+        return min(pool.max_draft_tokens, own or pool.max_draft_tokens)
+
+    def _outbox(self, replica: Replica) -> _Outbox:
+        return self._outboxes.setdefault(replica.replica_id, _Outbox())

@@ -1,0 +1,251 @@
+"""The engine: turns requests into micro-batches and verdicts into blocks.
+
+Glue between the pure policy (scheduler, pipeline) and the two sides (verifying, drafting). One
+event loop, no locks: every event (request, verdict, plan, loss, timer) changes the state and then
+calls `_pump`, which admits, forms batches and sends. Knows no protobuf, no gRPC, no tokenizer
+beyond the detokenizer it is handed, and no Ray.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+
+from core.config import DrafterPoolConfig, OrchestratorConfig
+from core.errors import HandshakeError, InvalidRequestError, ModelError, UnavailableError
+from core.types import ModelIdentity, Verdict, VerdictStatus, VerifierInfo, VerifyResult
+from orchestrator.drafting import Drafting
+from orchestrator.pipeline import Sequence
+from orchestrator.pool import Replica
+from orchestrator.requests import Block, ClusterStatus, GenerationRequest, Health, ReplicaSpec
+from orchestrator.scheduler import Scheduler
+from orchestrator.stream import Detokenizer, Stream
+from orchestrator.verifying import Verifying
+
+_DRAFTER_START_S = 10.0
+
+
+class Engine:
+    """Serves requests with the given replicas.
+
+    replicas: verifiers (pool "") and drafters (pool = a name from `pools`).
+    expected: what the orchestrator's own tokenizer demands of the verifiers, when known.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        pools: list[DrafterPoolConfig],
+        replicas: list[ReplicaSpec],
+        expected: ModelIdentity | None = None,
+    ) -> None:
+        self.config = config
+        self._expected = expected
+        self._specs = replicas
+        self._sequences: dict[int, Sequence] = {}
+        self._streams: dict[int, Stream] = {}
+        self._scheduler = Scheduler(
+            config.max_queue, config.draft_wait_ms / 1000, config.max_prefill_tokens
+        )
+        self._verifying = Verifying(
+            config, self._sequences, self._verdicts, self._orphans, self._pump
+        )
+        self._drafting = Drafting(
+            pools, config.default_pool, self._sequences, time.monotonic, self._pump
+        )
+        self._ids = itertools.count(1)
+        self._wake: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._is_draining = False
+        self._started_at = time.monotonic()
+        self._num_finished = 0
+        self._num_completion_tokens = 0
+
+    # ------------------------------------------------------------ life cycle
+
+    @property
+    def info(self) -> VerifierInfo | None:
+        """The first verifier's facts; None until one has shaken hands."""
+        return self._verifying.info
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        """Names of the drafter pools."""
+        return tuple(self._drafting.pools)
+
+    async def start(self) -> None:
+        """Connect; returns once a verifier serves and the drafters had time to shake hands.
+
+        Raises HandshakeError when a replica does not fit the others.
+        """
+        self._verifying.start([s for s in self._specs if s.pool == ""], self._expected)
+        await self._until(lambda: self.info is not None, None)
+        assert self.info is not None
+        self._drafting.start([s for s in self._specs if s.pool], self.info)
+        drafters = [r for pool in self._drafting.pools.values() for r in pool.replicas.values()]
+        await self._until(
+            lambda: all(r.health is not Health.CONNECTING for r in drafters), _DRAFTER_START_S
+        )
+
+    async def _until(self, condition: Callable[[], bool], limit_s: float | None) -> None:
+        """Wait until a condition holds or the time is up. A refused replica raises."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+                    self._raise_refused()
+        self._raise_refused()
+
+    def _raise_refused(self) -> None:
+        for pool in (self._verifying.pool, *self._drafting.pools.values()):
+            for replica in pool.replicas.values():
+                if replica.health is Health.REFUSED:
+                    raise HandshakeError(replica.message)
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, let the running ones end for a while, then close everything."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_timeout_s):
+                while self._sequences:
+                    self._changed.clear()
+                    await self._changed.wait()
+        for stream in list(self._streams.values()):
+            stream.fail(UnavailableError("the orchestrator is shutting down"))
+        self._set_timer(None)
+        await self._drafting.stop()
+        await self._verifying.stop()
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(
+        self, request: GenerationRequest, detokenizer: Detokenizer
+    ) -> AsyncIterator[Block]:
+        """Run one request and yield its blocks. Closing the iterator frees everything at once.
+
+        Raises OverloadedError (slots and queue full), UnavailableError (draining, or no verifier
+        was ever there), InvalidRequestError (the id is in use), ModelError (the target failed).
+        """
+        sequence = self._enqueue(request)
+        stream = Stream(sequence, detokenizer, time.monotonic())
+        self._sequences[sequence.id] = sequence
+        self._streams[sequence.id] = stream
+        try:
+            self._pump()
+            async for block in stream.blocks():
+                yield block
+        finally:
+            self._release(sequence)
+            self._pump()
+
+    def _enqueue(self, request: GenerationRequest) -> Sequence:
+        if self._is_draining or self.info is None:
+            raise UnavailableError("the orchestrator is shutting down or has no verifier yet")
+        if any(s.request.request_id == request.request_id for s in self._sequences.values()):
+            raise InvalidRequestError("request_id", f"{request.request_id!r} is running already")
+        sequence = Sequence(next(self._ids), request)
+        self._scheduler.enqueue(sequence, self._verifying.pool.num_free)
+        return sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free a sequence everywhere; harmless when it was freed before."""
+        if self._sequences.pop(sequence.id, None) is None:
+            return
+        del self._streams[sequence.id]
+        self._scheduler.cancel(sequence)
+        self._drafting.detach(sequence)
+        self._verifying.release(sequence)
+        self._num_finished += 1
+        self._num_completion_tokens += sequence.num_generated
+
+    # ------------------------------------------------------------ the pump
+
+    def _pump(self) -> None:
+        """Do all that can be done now: admit, form batches, send. Runs after every event."""
+        for sequence in self._scheduler.admit(self._verifying.pool):
+            self._drafting.attach(sequence)
+        deadlines = [self._feed(replica) for replica in self._verifying.pool.ready()]
+        self._verifying.flush()
+        self._drafting.flush()
+        self._set_timer(min((d for d in deadlines if d is not None), default=None))
+        self._changed.set()
+
+    def _feed(self, replica: Replica) -> float | None:
+        """Send a verifier all the batches it may have; returns when to look again, if ever."""
+        assert isinstance(replica.info, VerifierInfo)
+        while len(replica.in_flight) < self.config.max_in_flight:
+            sequences = [self._sequences[i] for i in sorted(replica.sequences)]
+            budget = replica.info.max_batch_tokens
+            selection = self._scheduler.select(sequences, budget, time.monotonic())
+            if not selection.rows:
+                return selection.wake_at
+            self._verifying.send(replica, selection.rows)
+        return None
+
+    def _set_timer(self, wake_at: float | None) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = None
+        if wake_at is not None:
+            delay = max(0.0, wake_at - time.monotonic())
+            self._wake = asyncio.get_running_loop().call_later(delay, self._pump)
+
+    # ------------------------------------------------------------ verdicts
+
+    def _verdicts(self, result: VerifyResult) -> None:
+        for failure in result.open_failures:
+            if failure.status is VerdictStatus.INVALID:
+                self._fail(failure.sequence, failure.message)
+        for verdict in result.verdicts:
+            sequence = self._sequences.get(verdict.sequence)
+            if sequence is None:
+                continue  # cancelled while the row was in flight
+            if verdict.status is VerdictStatus.OK:
+                self._commit(sequence, verdict)
+            elif verdict.status is VerdictStatus.INVALID:
+                self._fail(sequence.id, verdict.message)
+            else:  # no slot, or the prefix was lost: begin again from what is committed
+                self._verifying.release(sequence)
+                self._scheduler.requeue([sequence])
+        self._pump()
+
+    def _fail(self, sequence_id: int, message: str) -> None:
+        if sequence := self._sequences.get(sequence_id):
+            self._streams[sequence_id].fail(ModelError(message))
+            self._release(sequence)
+
+    def _commit(self, sequence: Sequence, verdict: Verdict) -> None:
+        row = sequence.row
+        if row is None or not sequence.accept(verdict) or row.partial:
+            return
+        stream = self._streams[sequence.id]
+        ids, text, end = stream.cut(verdict.token_ids)
+        accepted = sequence.commit(ids, row, verdict.accepted)
+        self._drafting.count(sequence, len(row.draft_token_ids), accepted)
+        stream.deliver(ids, accepted, text, end, time.monotonic())
+        if end is not None:
+            self._release(sequence)
+        else:
+            self._drafting.commit(sequence, ids)
+
+    def _orphans(self, sequences: list[Sequence]) -> None:
+        self._scheduler.requeue(sequences)
+        self._pump()
+
+    # ------------------------------------------------------------ status
+
+    def status(self) -> ClusterStatus:
+        """The cluster at this moment."""
+        num_waiting = len(self._scheduler.waiting)
+        return ClusterStatus(
+            model=self.info.identity.model if self.info else "",
+            verifiers=self._verifying.pool.status().replicas,
+            drafter_pools=tuple(p.status() for p in self._drafting.pools.values()),
+            num_waiting=num_waiting,
+            num_running=len(self._sequences) - num_waiting,
+            num_finished=self._num_finished,
+            num_completion_tokens=self._num_completion_tokens,
+            uptime_s=time.monotonic() - self._started_at,
+        )

@@ -1,0 +1,258 @@
+"""One sequence on its way through the pipeline: what is committed, who holds what, what comes next.
+
+Pure policy: knows nothing of clocks, sockets, protobuf or models; time is passed in. The committed
+tokens are the truth. Verifier and drafter are caches of it, each described by one number or key:
+
+    tokens     [ prompt ......... | generated .......... ]
+    verified   [ the verifier holds these ]^ the row sent next begins here
+    outcome    (base_length, accepted, last token): names the state a plan's branch must match
+
+Losing a verifier sets `verified` to 0; losing a drafter forgets `drafter`. Nothing else changes.
+"""
+
+from dataclasses import dataclass
+
+from core.types import (
+    Branch,
+    DraftClose,
+    DraftCommit,
+    DraftOpen,
+    Plan,
+    Verdict,
+    VerifyOpen,
+    VerifyRow,
+)
+from orchestrator.requests import GenerationRequest, SpeculationStats
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The last verdict, as plans name it: `accepted` draft tokens, then the last token."""
+
+    base_length: int
+    accepted: int
+
+
+class Sequence:
+    """The state of one running request. `id` is unique for the orchestrator's lifetime."""
+
+    def __init__(self, sequence: int, request: GenerationRequest) -> None:
+        self.id = sequence
+        self.request = request
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.stats = SpeculationStats()
+        self.cached_prompt_tokens = 0
+        # Verifier side.
+        self.verifier: str | None = None
+        self.is_open = False
+        self.verified = 0
+        self.row: VerifyRow | None = None
+        # Drafter side.
+        self.drafter: str | None = None
+        self.generation = 0
+        self.outcome = Outcome(self.num_prompt - 1, 0)
+        self.branches: dict[tuple[int, int, int], Branch] = {}
+        self.num_wanted = 0
+        self.wanted_at = 0.0
+        self.impatient_rounds = 0
+        self.impatience = 0
+        self.no_draft_cause = "" if request.speculation.enabled else "disabled"
+
+    # ------------------------------------------------------------ lengths
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens committed behind the prompt."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.stopping.max_new_tokens - self.num_generated
+
+    @property
+    def max_length(self) -> int:
+        """Tokens the sequence may grow to."""
+        return self.num_prompt + self.request.stopping.max_new_tokens
+
+    @property
+    def is_prompt_pending(self) -> bool:
+        """True until the target has drawn the first token."""
+        return self.num_generated == 0
+
+    @property
+    def num_unverified(self) -> int:
+        """Committed tokens the verifier does not hold; 1 in the steady state."""
+        return len(self.tokens) - self.verified
+
+    # ------------------------------------------------------------ verifier
+
+    def assign_verifier(self, replica_id: str) -> None:
+        """Give the sequence a slot; the next row re-sends everything."""
+        self.verifier, self.is_open, self.verified, self.row = replica_id, False, 0, None
+
+    def forget_verifier(self) -> None:
+        """The verifier is gone, and with it the row in flight."""
+        self.verifier, self.is_open, self.verified, self.row = None, False, 0, None
+
+    def open(self) -> VerifyOpen:
+        """The message that leases the slot."""
+        self.is_open, self.verified = True, 0
+        return VerifyOpen(self.id, self.request.sampling, self.max_length)
+
+    def next_row(self, num_tokens: int) -> VerifyRow:
+        """The row to send now, at most `num_tokens` long (at least 1), and put it in flight."""
+        new = tuple(self.tokens[self.verified : self.verified + num_tokens])
+        partial = self.verified + len(new) < len(self.tokens)
+        draft: tuple[int, ...] = ()
+        if not partial:
+            draft = self._take_draft(num_tokens - len(new))
+        self.row = VerifyRow(self.id, self.verified, new, draft, partial)
+        return self.row
+
+    def _take_draft(self, limit: int) -> tuple[int, ...]:
+        branch = self.branches.get(self.outcome_key)
+        draft = branch.draft_token_ids[: min(limit, self.num_remaining - 1)] if branch else ()
+        self._count_step(branch, draft)
+        return draft
+
+    def _count_step(self, branch: Branch | None, draft: tuple[int, ...]) -> None:
+        stats = self.stats
+        stats.num_verify_steps += 1
+        if branch is not None:
+            stats.num_plan_hits += 1
+            self.impatience = self.impatient_rounds = 0
+        if draft:
+            stats.num_spec_steps += 1
+            return
+        stats.fallback_steps[self._fallback_cause(branch)] += 1
+
+    def _fallback_cause(self, branch: Branch | None) -> str:
+        if self.is_prompt_pending:
+            return "prompt"
+        if self.no_draft_cause:
+            return self.no_draft_cause
+        if self.drafter is None:
+            return "no_drafter"
+        if branch is not None:
+            return "no_guess"
+        return "late" if self.num_wanted else "last_token"
+
+    def accept(self, verdict: Verdict) -> bool:
+        """Take the verdict on the row in flight. False when it is not the answer to that row.
+
+        The committed tokens do not change yet: the caller truncates `verdict.token_ids` at stops
+        first and then calls `commit`.
+        """
+        row = self.row
+        if row is None or verdict.position != row.position + len(row.new_token_ids):
+            return False
+        self.row = None
+        self.verified = verdict.position + verdict.accepted
+        if self.is_prompt_pending:
+            self.cached_prompt_tokens += verdict.cached_tokens
+        self.stats.num_draft_tokens += len(row.draft_token_ids)
+        return True
+
+    def commit(self, token_ids: tuple[int, ...], row: VerifyRow, accepted: int) -> int:
+        """Append what the verdict committed; returns how many of these were drafted."""
+        delivered = min(accepted, len(token_ids))
+        self.outcome = Outcome(len(self.tokens), accepted)
+        self.tokens.extend(token_ids)
+        self.branches = {k: b for k, b in self.branches.items() if k == self.outcome_key}
+        self.num_wanted = 0
+        self.impatient_rounds = max(0, self.impatient_rounds - 1)
+        if row.draft_token_ids:
+            histogram = self.stats.acceptance_histogram
+            histogram.extend([0] * (delivered + 1 - len(histogram)))
+            histogram[delivered] += 1
+            self.stats.num_accepted_draft_tokens += delivered
+        return delivered
+
+    # ------------------------------------------------------------ drafter
+
+    @property
+    def outcome_key(self) -> tuple[int, int, int]:
+        """(base_length, accepted, token): what a branch must match to be usable now."""
+        return (self.outcome.base_length, self.outcome.accepted, self.tokens[-1])
+
+    def num_draft_tokens(self, pool_limit: int) -> int:
+        """Draft length to ask for: the pool's, the request's, and what may still be committed."""
+        wish = self.request.speculation.max_draft_tokens or pool_limit
+        return max(0, min(wish, pool_limit, self.num_remaining - 1))
+
+    def open_drafter(self, replica_id: str, pool_limit: int, now: float) -> DraftOpen:
+        """Take up a drafter (again) from the committed tokens."""
+        self.drafter = replica_id
+        self.generation += 1
+        self.branches = {}
+        self.outcome = Outcome(len(self.tokens) - 1, 0)
+        self.impatience = self.impatient_rounds = 0
+        prepare_only = self.is_prompt_pending or self.row is not None
+        self._want(0 if prepare_only else self.num_draft_tokens(pool_limit), now)
+        return DraftOpen(
+            self.id,
+            self.generation,
+            tuple(self.tokens),
+            self.request.sampling,
+            max_draft_tokens=pool_limit,
+            next_draft_tokens=self.num_wanted,
+        )
+
+    def commit_drafter(
+        self, token_ids: tuple[int, ...], pool_limit: int, now: float
+    ) -> DraftCommit:
+        """Tell the drafter what was committed, and ask for the next draft."""
+        self._want(self.num_draft_tokens(pool_limit), now)
+        return DraftCommit(
+            self.id,
+            self.generation,
+            self.outcome.base_length,
+            self.outcome.accepted,
+            token_ids,
+            next_draft_tokens=self.num_wanted,
+        )
+
+    def close_drafter(self) -> DraftClose:
+        """Let the drafter forget the sequence."""
+        close = DraftClose(self.id, self.generation)
+        self.forget_drafter()
+        return close
+
+    def forget_drafter(self) -> None:
+        """The drafter is gone; rows go on without drafts until another is found."""
+        self.drafter, self.num_wanted, self.branches = None, 0, {}
+
+    def _want(self, num_tokens: int, now: float) -> None:
+        self.num_wanted, self.wanted_at = num_tokens, now
+
+    def take_plan(self, plan: Plan) -> bool:
+        """Keep a plan's branches if they can still be used; count why not otherwise."""
+        misses = self.stats.plan_misses
+        if plan.generation != self.generation or self.drafter is None:
+            misses["stale"] += 1
+        elif plan.base_length < self.outcome.base_length or self.row is not None:
+            misses["late"] += 1  # the row left without it
+        else:
+            for branch in plan.branches:
+                key = (plan.base_length, branch.accepted, branch.token)
+                self.branches[key] = branch
+            if self.outcome_key in self.branches:
+                return True
+            misses["not_enumerated"] += 1
+            self.num_wanted = 0
+        return False
+
+    # ------------------------------------------------------------ readiness
+
+    def plan_deadline(self, patience_s: float) -> float | None:
+        """Until when the row waits for its plan; None when it does not wait."""
+        if self.num_wanted == 0 or self.impatient_rounds or self.num_unverified > 1:
+            return None
+        return None if self.outcome_key in self.branches else self.wanted_at + patience_s
+
+    def give_up_plan(self) -> None:
+        """The plan did not come in time: go on without, twice as long each time it happens."""
+        self.impatience = min(64, 2 * self.impatience or 1)
+        self.impatient_rounds = self.impatience

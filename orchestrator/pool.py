@@ -1,0 +1,130 @@
+"""Replicas of a service: which are healthy, which one a sequence gets, what they have done.
+
+Pure policy: knows nothing of clocks, sockets or Ray. A verifier set and a drafter pool are both a
+Pool; a sequence stays with its replica until one of them ends.
+"""
+
+from collections.abc import Iterable
+
+from core.types import DrafterInfo, ModelIdentity, VerifierInfo
+from orchestrator.requests import Health, PoolStatus, ReplicaStatus
+
+
+class Replica:
+    """One replica as the orchestrator sees it."""
+
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.address = ""
+        self.health = Health.CONNECTING
+        self.message = ""
+        self.info: VerifierInfo | DrafterInfo | None = None
+        self.sequences: set[int] = set()
+        self.in_flight: dict[int, tuple[int, ...]] = {}
+        self.num_losses = 0
+        self.is_blocked = False
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences it can hold; 0 is unlimited."""
+        return self.info.max_sequences if self.info else 0
+
+    @property
+    def num_free(self) -> int:
+        """Sequences it can still take; a large number when unlimited."""
+        if self.health is not Health.READY or self.is_blocked:
+            return 0
+        limit = self.max_sequences or 1_000_000_000
+        return max(0, limit - len(self.sequences))
+
+    def become_ready(self, address: str, info: VerifierInfo | DrafterInfo) -> None:
+        """The handshake succeeded."""
+        self.address, self.info, self.health, self.message = address, info, Health.READY, ""
+
+    def become_lost(self, health: Health, message: str) -> set[int]:
+        """The connection ended or was refused; returns the sequences it held."""
+        self.num_losses += self.health is Health.READY
+        self.health, self.message = health, message
+        orphans, self.sequences, self.in_flight = self.sequences, set(), {}
+        return orphans
+
+    def status(self) -> ReplicaStatus:
+        """A snapshot."""
+        return ReplicaStatus(
+            self.replica_id,
+            self.address,
+            self.health,
+            self.message,
+            len(self.sequences),
+            self.max_sequences,
+            self.num_losses,
+        )
+
+
+class Pool:
+    """Equal replicas under one name, and the totals of their drafts."""
+
+    def __init__(self, name: str, kind: str, max_draft_tokens: int = 0) -> None:
+        self.name = name
+        self.kind = kind
+        self.max_draft_tokens = max_draft_tokens
+        self.replicas: dict[str, Replica] = {}
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_draft_tokens = 0
+
+    def add(self, replica_id: str) -> Replica:
+        """Know a replica; it is CONNECTING until its handshake."""
+        return self.replicas.setdefault(replica_id, Replica(replica_id))
+
+    def ready(self) -> Iterable[Replica]:
+        """The replicas that serve."""
+        return (r for r in self.replicas.values() if r.health is Health.READY)
+
+    @property
+    def num_free(self) -> int:
+        """Sequences the pool can still take."""
+        return sum(r.num_free for r in self.replicas.values())
+
+    def choose(self) -> Replica | None:
+        """The least loaded replica with room, None when there is none."""
+        candidates = [r for r in self.replicas.values() if r.num_free > 0]
+        return min(candidates, key=lambda r: len(r.sequences), default=None)
+
+    def count(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Add one verified draft to the totals."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_draft_tokens += num_accepted
+
+    def status(self) -> PoolStatus:
+        """A snapshot."""
+        return PoolStatus(
+            self.name,
+            self.kind,
+            tuple(r.status() for r in self.replicas.values()),
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_draft_tokens,
+        )
+
+
+def explain_mismatch(drafter: ModelIdentity, target: ModelIdentity) -> str:
+    """Why a drafter's ids do not fit the target's, or "". Padded vocabularies may differ in size.
+
+    An empty fingerprint with vocabulary size 0 is a drafter that works on any ids.
+    """
+    if drafter.tokenizer_fingerprint and target.tokenizer_fingerprint:
+        if drafter.tokenizer_fingerprint == target.tokenizer_fingerprint:
+            return ""
+        why = "their tokenizers differ"
+    elif drafter.vocab_size in (0, target.vocab_size):
+        return ""
+    else:
+        why = "their vocabularies differ and a tokenizer is missing"
+    return f"drafter {_describe(drafter)} does not fit target {_describe(target)}: {why}"
+
+
+def _describe(identity: ModelIdentity) -> str:
+    tokenizer = identity.tokenizer_fingerprint[:12] or "none"
+    return f"{identity.model!r} ({identity.vocab_size} ids, tokenizer {tokenizer})"

@@ -1,0 +1,97 @@
+"""Who runs, and what goes into the next micro-batch.
+
+Pure policy: knows nothing of clocks, sockets or models; time is passed in. Requests wait in
+arrival order for a verifier slot. A micro-batch takes every row that can go: rows whose plan has
+come, rows that expect none, rows that waited long enough, and chunks of prompts in the room that
+is left. While a row may still get its plan in time, the batch waits for it: a merged batch costs
+less than two.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.errors import OverloadedError
+from core.types import VerifyRow
+from orchestrator.pipeline import Sequence
+from orchestrator.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows to send now, or (with no rows) the time at which to look again, if any."""
+
+    rows: tuple[VerifyRow, ...] = ()
+    wake_at: float | None = None
+
+
+class Scheduler:
+    """Admission in arrival order, micro-batches by readiness.
+
+    max_queue: requests that may wait for a slot.
+    patience_s: how long a row waits for its plan.
+    max_prefill_tokens: prompt tokens beside decoding rows in one batch.
+    """
+
+    def __init__(self, max_queue: int, patience_s: float, max_prefill_tokens: int) -> None:
+        self.max_queue = max_queue
+        self.patience_s = patience_s
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+
+    def enqueue(self, sequence: Sequence, num_free_slots: int) -> None:
+        """Queue a new request. Raises OverloadedError when slots and queue are full."""
+        if len(self.waiting) >= num_free_slots + self.max_queue:
+            raise OverloadedError(
+                f"the queue is full: {len(self.waiting)} requests wait for a slot"
+                f" (orchestrator.max_queue = {self.max_queue})"
+            )
+        self.waiting.append(sequence)
+
+    def requeue(self, sequences: Iterable[Sequence]) -> None:
+        """Put running sequences that lost their slot back in front, in their order of arrival."""
+        for sequence in sorted(sequences, key=lambda s: s.id, reverse=True):
+            self.waiting.appendleft(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue, if it waits there."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def admit(self, verifiers: Pool) -> list[Sequence]:
+        """Give waiting sequences the free slots, oldest first, least loaded verifier first."""
+        admitted = []
+        while self.waiting and (replica := verifiers.choose()) is not None:
+            sequence = self.waiting.popleft()
+            replica.sequences.add(sequence.id)
+            sequence.assign_verifier(replica.replica_id)
+            admitted.append(sequence)
+        return admitted
+
+    def select(self, sequences: Iterable[Sequence], budget: int, now: float) -> Selection:
+        """Form the next micro-batch of one verifier, at most `budget` tokens long."""
+        idle = [s for s in sequences if s.row is None]
+        deadlines = []
+        for sequence in idle:
+            deadline = sequence.plan_deadline(self.patience_s)
+            if deadline is None:
+                continue
+            if deadline > now:
+                deadlines.append(deadline)
+            else:
+                sequence.give_up_plan()
+        if deadlines:
+            return Selection(wake_at=min(deadlines))
+        decoding = [s for s in idle if s.num_unverified == 1]
+        rows = []
+        for sequence in decoding:
+            if budget < 1:
+                break
+            rows.append(sequence.next_row(budget))
+            budget -= rows[-1].num_tokens
+        room = min(budget, self.max_prefill_tokens) if rows else budget
+        for sequence in idle:
+            if sequence.num_unverified > 1 and room > 0:
+                rows.append(sequence.next_row(room))
+                room -= rows[-1].num_tokens
+        return Selection(tuple(rows))
