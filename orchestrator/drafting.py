@@ -64,6 +64,7 @@ class Drafting:
         self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens) for c in configs}
         self.default_pool = default_pool or next(iter(self.pools), "")
         self._sequences = sequences
+        self._num_ids = 0
         self._clock = clock
         self._on_change = on_change
         self._clients: dict[str, DrafterClient] = {}
@@ -72,6 +73,7 @@ class Drafting:
 
     def start(self, specs: list[ReplicaSpec], target: VerifierInfo) -> None:
         """Connect to every drafter; those that do not fit `target` are refused."""
+        self._num_ids = target.tokenizer_size
         for spec in specs:
             pool = self.pools[spec.pool]
             replica = pool.add(spec.replica_id)
@@ -168,7 +170,7 @@ class Drafting:
     def _plans(self, replica: Replica, plans: DraftPlans) -> None:
         for plan in plans.plans:
             if sequence := self._sequences.get(plan.sequence):
-                sequence.take_plan(plan)
+                sequence.take_plan(plan, self._num_ids)
         for need in plans.need_opens:
             sequence = self._sequences.get(need.sequence)
             if sequence is not None and sequence.generation == need.generation:

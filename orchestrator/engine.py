@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from core.config import DrafterPoolConfig, OrchestratorConfig
 from core.errors import HandshakeError, InvalidRequestError, ModelError, UnavailableError
@@ -122,7 +122,7 @@ class Engine:
 
     async def generate(
         self, request: GenerationRequest, detokenizer: Detokenizer
-    ) -> AsyncIterator[Block]:
+    ) -> AsyncGenerator[Block, None]:
         """Run one request and yield its blocks. Closing the iterator frees everything at once.
 
         Raises OverloadedError (slots and queue full), UnavailableError (draining, or no verifier
@@ -134,7 +134,10 @@ class Engine:
         self._streams[sequence.id] = stream
         try:
             self._pump()
-            async for block in stream.blocks():
+            finished = None
+            while finished is None:
+                block = await stream.next_block()
+                finished = block.finished
                 yield block
         finally:
             self._release(sequence)

@@ -10,7 +10,8 @@ tokens are the truth. Verifier and drafter are caches of it, each described by o
 Losing a verifier sets `verified` to 0; losing a drafter forgets `drafter`. Nothing else changes.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from core.types import (
     Branch,
@@ -99,6 +100,8 @@ class Sequence:
     def open(self) -> VerifyOpen:
         """The message that leases the slot."""
         self.is_open, self.verified = True, 0
+        if self.is_prompt_pending:
+            self.cached_prompt_tokens = 0
         return VerifyOpen(self.id, self.request.sampling, self.max_length)
 
     def next_row(self, num_tokens: int) -> VerifyRow:
@@ -227,8 +230,11 @@ class Sequence:
     def _want(self, num_tokens: int, now: float) -> None:
         self.num_wanted, self.wanted_at = num_tokens, now
 
-    def take_plan(self, plan: Plan) -> bool:
-        """Keep a plan's branches if they can still be used; count why not otherwise."""
+    def take_plan(self, plan: Plan, num_ids: int) -> bool:
+        """Keep a plan's branches if they can still be used; count why not otherwise.
+
+        A draft ends at the first id that is not below `num_ids`: none reaches the target.
+        """
         misses = self.stats.plan_misses
         if plan.generation != self.generation or self.drafter is None:
             misses["stale"] += 1
@@ -237,7 +243,11 @@ class Sequence:
         else:
             for branch in plan.branches:
                 key = (plan.base_length, branch.accepted, branch.token)
-                self.branches[key] = branch
+                ids = branch.draft_token_ids
+                draft = tuple(itertools.takewhile(lambda t: 0 <= t < num_ids, ids))
+                if len(draft) < len(ids):
+                    misses["invalid_id"] += 1
+                self.branches[key] = replace(branch, draft_token_ids=draft)
             if self.outcome_key in self.branches:
                 return True
             misses["not_enumerated"] += 1

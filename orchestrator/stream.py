@@ -6,7 +6,6 @@ and finish reason always agree.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from collections.abc import Sequence as TokenIds
 from typing import Protocol
 
@@ -42,11 +41,10 @@ class Detokenizer(Protocol):
 
 
 class Stream:
-    """Collects the blocks of one sequence; the client side iterates over `blocks()`."""
+    """Collects the blocks of one sequence; the client side awaits `next_block()`."""
 
     def __init__(self, sequence: Sequence, detokenizer: Detokenizer, arrived_at: float) -> None:
         self.sequence = sequence
-        self.is_finished = False
         self._detokenizer = detokenizer
         self._arrived_at = arrived_at
         self._first_at: float | None = None
@@ -98,7 +96,6 @@ class Stream:
         if self._first_at is None:
             self._first_at = now
         if end is not None:
-            self.is_finished = True
             end = Finished(
                 end.reason,
                 end.prompt_tokens,
@@ -114,15 +111,11 @@ class Stream:
 
     def fail(self, error: ForerunError) -> None:
         """End the stream with an error."""
-        self.is_finished = True
         self._queue.put_nowait(error)
 
-    async def blocks(self) -> AsyncIterator[Block]:
-        """The blocks in order; ends behind the finished one, raises what `fail` was given."""
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, ForerunError):
-                raise item
-            yield item
-            if item.finished is not None:
-                return
+    async def next_block(self) -> Block:
+        """The next block; the last has `finished` set. Raises what `fail` was given."""
+        item = await self._queue.get()
+        if isinstance(item, ForerunError):
+            raise item
+        return item

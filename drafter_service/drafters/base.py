@@ -1,4 +1,4 @@
-"""The one interface of a drafter, and the registry of kinds.
+"""The one interface of a drafter. The kinds there are stand in `drafter_service.drafters`.
 
 Knows nothing of streams, plans or the target. A drafter is asked, for a batch of sequences, what
 comes next; it may keep a cache per sequence, keyed by the sequence's id, and must find out by
@@ -6,10 +6,13 @@ itself (by position) what of that cache is still true: the `token_ids` of a job 
 truth. Forgetting everything between two calls must change the speed only.
 """
 
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from core.config import DrafterPoolConfig
 from core.errors import ConfigError
@@ -22,12 +25,15 @@ class DraftJob:
 
     token_ids: all committed tokens, the list the engine owns (do not change or keep it).
     num_draft_tokens: the most tokens wanted, at least 1; 0 asks to catch up only (prefill).
+    num_unchanged: so many first tokens are those of this sequence's last job, so that a cache
+        need not compare them again; 0 when that is not known.
     """
 
     sequence: int
     token_ids: Sequence[int]
     num_draft_tokens: int
     sampling: SamplingParams
+    num_unchanged: int = 0
 
 
 class Drafter(ABC):
@@ -38,6 +44,8 @@ class Drafter(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     #: True when drafts come with the distributions they were sampled from.
     has_distributions: ClassVar[bool] = False
+    #: True when `draft` takes microseconds, so that the server may call it on its event loop.
+    runs_inline: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -54,6 +62,14 @@ class Drafter(ABC):
         """Sequences it holds at once; 0 is unlimited."""
         return 0
 
+    @property
+    def prefill_chunk(self) -> int:
+        """Most tokens to catch up with in one job without a draft; 0 is unlimited.
+
+        The engine cuts long prompts by it, so that they do not hold up the drafts of others.
+        """
+        return 0
+
     @abstractmethod
     def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
         """Draft for a batch: per job at most `num_draft_tokens` ids, in the order of the jobs.
@@ -66,24 +82,28 @@ class Drafter(ABC):
         """Free what is held for a sequence; unknown ones are ignored."""
 
 
-DrafterFactory = Callable[[DrafterPoolConfig], Drafter]
+class DrafterOptions(BaseModel):
+    """Base of a kind's `options` in the config: frozen, unknown keys refused."""
 
-_FACTORIES: dict[str, DrafterFactory] = {}
-
-
-def register(kind: str) -> Callable[[DrafterFactory], DrafterFactory]:
-    """Decorator: make `kind` known to `create_drafter`."""
-
-    def add(factory: DrafterFactory) -> DrafterFactory:
-        _FACTORIES[kind] = factory
-        return factory
-
-    return add
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-def create_drafter(config: DrafterPoolConfig) -> Drafter:
-    """Build the drafter a pool asks for. Raises ConfigError that names an unknown kind."""
-    if config.kind not in _FACTORIES:
-        known = ", ".join(sorted(_FACTORIES))
-        raise ConfigError(f"drafter_pools.{config.name}.kind: no drafter {config.kind!r}: {known}")
-    return _FACTORIES[config.kind](config)
+_Options = TypeVar("_Options", bound=DrafterOptions)
+
+
+def read_options(config: DrafterPoolConfig, kind: type[_Options]) -> _Options:
+    """The pool's options, checked. Raises ConfigError that names the key and the nearest valid."""
+    try:
+        return kind.model_validate(config.options)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                valid = list(kind.model_fields)
+                [nearest] = difflib.get_close_matches(key, valid, n=1, cutoff=0.0) or ["nothing"]
+                message = f"unknown option; did you mean {nearest!r}? Valid: {', '.join(valid)}"
+            where = f"drafter_pools.{config.name}.options"
+            lines.append(f"{where}.{key}: {message}" if key else f"{where}: {message}")
+        raise ConfigError("; ".join(lines)) from error

@@ -1,0 +1,193 @@
+"""From logits to tokens: temperature, top_k and top_p, then the draw.
+
+A draw is a pure function of logits, parameters, seed and position (its noise is `core.noise`), so
+a repeated, reordered or rebatched call draws the same token. Every row is computed by itself: its
+result never depends on its batch-mates.
+
+There are two ways through: on accelerators whole tensors and no host synchronisation, on CPUs row
+by row within the core's cache, touching only the tokens that matter. Tests hold them equal.
+
+Knows nothing of drafts, verdicts, models or requests. Shapes: n rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from core.noise import (
+    NO_TOKEN,
+    argmax_among,
+    argmax_dense,
+    gumbel_noise,
+    possible_winners,
+    row_keys,
+    uniform,
+)
+from core.types import SamplingParams
+
+__all__ = ["NO_TOKEN", "draw", "gumbel_noise", "process_logits", "uniform"]
+
+_MIN_TEMPERATURE = 1e-30
+"""Below it only exact ties are left to chance anyway, and the quotient would overflow fp32."""
+
+_SAFETY = 0.9
+
+
+def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature, then top_k, then top_p, each row with its own; greedy rows stay as they are.
+
+    logits: fp32 `[n, V]`, not changed. Returns fp32 `[n, V]`: scaled logits, -inf where a token
+    was cut. The meaning is that of transformers' warpers on CPU, ties included: top_k keeps every
+    token that ties with the k-th; top_p cuts ties at its border from the lowest id on and always
+    keeps one token.
+    """
+    scores = _scale(logits, params)
+    cut = [i for i, p in enumerate(params) if _is_cut(p, logits.shape[1])]
+    if scores.device.type != "cpu":
+        return _cut_batch(scores, params) if cut else scores
+    for i in cut:
+        row, kept = scores[i], _kept_tokens(scores[i], params[i])
+        values = row[kept]
+        row.fill_(-torch.inf)
+        row[kept] = values
+    return scores
+
+
+def draw(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    num_valid: int | None = None,
+) -> Tensor:
+    """The token of each row, int64 `[n]` on the logits' device.
+
+    A row with temperature 0 takes its argmax, any other argmax(processed + G); the lowest id wins
+    ties. logits: `[n, V]`; positions: the absolute index of the token being drawn; ids from
+    `num_valid` on are padding and never drawn. A row whose logits have no finite maximum (NaN,
+    +inf, nothing but -inf) gets `NO_TOKEN`, and no other row notices.
+    """
+    assert logits.shape[0] == len(params) == len(positions)
+    logits = logits[:, :num_valid].float()
+    ids = torch.full((len(params),), NO_TOKEN, device=logits.device)
+    greedy = [i for i, p in enumerate(params) if _is_greedy(p)]
+    if greedy:
+        rows = _row_index(greedy, logits)
+        best, tokens = logits[rows].max(dim=-1)
+        ids[rows] = tokens.where(best.isfinite(), NO_TOKEN)
+    sampled = [i for i, p in enumerate(params) if not _is_greedy(p)]
+    if sampled:
+        rows = _row_index(sampled, logits)
+        chosen = [params[i] for i in sampled]
+        keys = row_keys([p.seed for p in chosen], [positions[i] for i in sampled], logits.device)
+        ids[rows] = _sample(logits[rows], chosen, keys)
+    return ids
+
+
+def _sample(logits: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
+    if logits.device.type == "cpu":
+        scores = _scale(logits, params)
+        tokens = argmax_among(scores, keys, *_candidates(scores, params, keys))
+    else:
+        scores = process_logits(logits, params)
+        tokens = argmax_dense(scores, keys)
+    return tokens.where(scores.amax(dim=-1).isfinite(), NO_TOKEN)
+
+
+def _candidates(
+    scores: Tensor, params: Sequence[SamplingParams], keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens that can be drawn: rows and ids. What a row's truncation cut gets no noise."""
+    rows, tokens = [], []
+    whole = [i for i, p in enumerate(params) if not _is_cut(p, scores.shape[1])]
+    if whole:
+        index = _row_index(whole, scores)
+        row, token = possible_winners(scores[index], keys[index])
+        rows.append(torch.tensor(whole)[row])
+        tokens.append(token)
+    for i, p in enumerate(params):
+        if _is_cut(p, scores.shape[1]):
+            tokens.append(_kept_tokens(scores[i], p))
+            rows.append(torch.full_like(tokens[-1], i))
+    return torch.cat(rows), torch.cat(tokens)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0.0
+
+
+def _is_cut(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether truncation can take any token from the row."""
+    return not _is_greedy(params) and (0 < params.top_k < vocab_size or params.top_p < 1.0)
+
+
+def _row_index(rows: list[int], like: Tensor) -> Tensor | slice:
+    """An index of `rows`; all of them are a slice, which copies nothing."""
+    if len(rows) == like.shape[0]:
+        return slice(None)
+    return torch.tensor(rows, device=like.device)
+
+
+def _scale(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    by = [1.0 if _is_greedy(p) else max(p.temperature, _MIN_TEMPERATURE) for p in params]
+    return logits / logits.new_tensor(by)[:, None]
+
+
+def _kept_tokens(scores: Tensor, params: SamplingParams) -> Tensor:
+    """The tokens of one row `[V]` that top_k and then top_p leave, in the order of their ids."""
+    kept = None
+    if 0 < params.top_k < len(scores):
+        last = scores.topk(params.top_k).values[-1]
+        kept = (scores >= last).nonzero().squeeze(1)
+        scores = scores[kept]
+    if params.top_p < 1.0:
+        nucleus = _nucleus(scores, 1.0 - params.top_p)
+        kept = nucleus if kept is None else kept[nucleus]
+    assert kept is not None
+    return kept
+
+
+def _nucleus(scores: Tensor, budget: float) -> Tensor:
+    """The tokens of one row that stay when the least likely ones of mass `budget` go; ascending.
+
+    Only tokens that can stay are sorted. Those below budget / V go in whatever order the others
+    come; and with what they leave of the budget, the same is true once more of the rest.
+    """
+    probs = scores.softmax(dim=-1)
+    tokens = (probs >= _SAFETY * budget / len(probs)).nonzero().squeeze(1)
+    probs64 = probs[tokens].double()
+    tail = float(probs.sum(dtype=torch.float64) - probs64.sum())
+    strong = probs64 >= _SAFETY * (budget - tail) / max(1, len(tokens))
+    tail += float(probs64.where(~strong, 0.0).sum())
+    tokens, probs64 = tokens[strong], probs64[strong]
+    order = scores[tokens].sort(stable=True).indices
+    kept = _mass(probs64[order], tail) > scores.new_tensor(budget)
+    kept[-1:] = True
+    return tokens[order[kept].sort().values]
+
+
+def _mass(probs: Tensor, tail: float = 0.0) -> Tensor:
+    """The mass up to each of the ascending probabilities: summed in fp64, rounded to fp32 once."""
+    return probs.cumsum(dim=-1, dtype=torch.float64).add_(tail).float()
+
+
+def _cut_batch(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """top_k and top_p over all rows at once; neutral values where a row has none."""
+    vocab_size = scores.shape[1]
+    top_k = [p.top_k if p.top_k and not _is_greedy(p) else vocab_size for p in params]
+    if min(top_k) < vocab_size:
+        top_k = [min(k, vocab_size) for k in top_k]
+        num_best = max(k for k in top_k if k < vocab_size)
+        best = scores.topk(num_best, dim=-1).values
+        index = torch.tensor(top_k, device=scores.device)[:, None]
+        last = best.gather(1, index.clamp(max=num_best) - 1)
+        scores = scores.masked_fill((scores < last) & (index < vocab_size), -torch.inf)
+    top_p = [1.0 if _is_greedy(p) else p.top_p for p in params]
+    if min(top_p) < 1.0:
+        # A row with top_p 1 keeps even the tokens whose probability underflows to 0.
+        budget = scores.new_tensor([1.0 - p if p < 1.0 else -1.0 for p in top_p])[:, None]
+        ascending, order = scores.sort(dim=-1, stable=True)
+        removed = _mass(ascending.softmax(dim=-1)) <= budget
+        removed[:, -1] = False
+        scores = scores.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+    return scores

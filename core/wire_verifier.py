@@ -1,0 +1,195 @@
+"""The verifier's messages as the values of `core.types` and back.
+
+Knows nothing of torch, sockets or what the values mean: it checks what protobuf cannot (unknown
+enum values, fields this version does not honour) and leaves the rest to the receiver. Import it
+through `core.wire`. The conversions lie on the path of every token, so they are plain constructor
+calls: no reflection, no intermediate dicts.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from core import PROTOCOL_VERSION
+from core.errors import InvalidRequestError
+from core.types import (
+    OpenFailure,
+    Verdict,
+    VerdictStatus,
+    VerifierInfo,
+    VerifyBatch,
+    VerifyOpen,
+    VerifyResult,
+    VerifyRow,
+    VerifyTimings,
+)
+from core.wire_common import (
+    check_version,
+    enum_from_proto,
+    identity_from_proto,
+    identity_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+from protos import verifier_pb2
+
+_STATUSES: Final[Mapping[VerdictStatus, verifier_pb2.VerdictStatus]] = {
+    VerdictStatus.OK: verifier_pb2.VERDICT_STATUS_OK,
+    VerdictStatus.NEED_PREFIX: verifier_pb2.VERDICT_STATUS_NEED_PREFIX,
+    VerdictStatus.NO_SLOT: verifier_pb2.VERDICT_STATUS_NO_SLOT,
+    VerdictStatus.INVALID: verifier_pb2.VERDICT_STATUS_INVALID,
+}
+_STATUS_OF: Final[Mapping[int, VerdictStatus]] = {n: status for status, n in _STATUSES.items()}
+
+
+def verifier_info_to_proto(info: VerifierInfo) -> verifier_pb2.DescribeVerifierResponse:
+    """Adds this process's protocol version."""
+    return verifier_pb2.DescribeVerifierResponse(
+        protocol_version=PROTOCOL_VERSION,
+        identity=identity_to_proto(info.identity),
+        max_length=info.max_length,
+        max_sequences=info.max_sequences,
+        max_batch_tokens=info.max_batch_tokens,
+        eos_token_ids=info.eos_token_ids,
+        default_sampling=sampling_to_proto(info.default_sampling),
+        instance_id=info.instance_id,
+        tokenizer_size=info.tokenizer_size,
+    )
+
+
+def verifier_info_from_proto(message: verifier_pb2.DescribeVerifierResponse) -> VerifierInfo:
+    """Raises HandshakeError when the verifier speaks another protocol version."""
+    check_version(message.protocol_version, "the verifier")
+    return VerifierInfo(
+        identity=identity_from_proto(message.identity),
+        max_length=message.max_length,
+        max_sequences=message.max_sequences,
+        max_batch_tokens=message.max_batch_tokens,
+        eos_token_ids=tuple(message.eos_token_ids),
+        default_sampling=sampling_from_proto(message.default_sampling, "default_sampling"),
+        instance_id=message.instance_id,
+        tokenizer_size=message.tokenizer_size,
+    )
+
+
+def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
+    """One micro-batch."""
+    return verifier_pb2.VerifyRequest(
+        batch=batch.batch,
+        opens=[
+            verifier_pb2.VerifyOpen(
+                sequence=open_.sequence,
+                sampling=sampling_to_proto(open_.sampling),
+                max_length=open_.max_length,
+            )
+            for open_ in batch.opens
+        ],
+        rows=[
+            verifier_pb2.VerifyRow(
+                sequence=row.sequence,
+                position=row.position,
+                new_token_ids=row.new_token_ids,
+                draft_token_ids=row.draft_token_ids,
+                partial=row.partial,
+            )
+            for row in batch.rows
+        ],
+        closes=batch.closes,
+    )
+
+
+def verify_batch_from_proto(message: verifier_pb2.VerifyRequest) -> VerifyBatch:
+    """Raises InvalidRequestError for what this version does not honour."""
+    return VerifyBatch(
+        batch=message.batch,
+        opens=tuple([_verify_open_from_proto(open_) for open_ in message.opens]),
+        rows=tuple([_verify_row_from_proto(row) for row in message.rows]),
+        closes=tuple(message.closes),
+    )
+
+
+def _verify_open_from_proto(message: verifier_pb2.VerifyOpen) -> VerifyOpen:
+    if message.HasField("logprobs"):
+        raise InvalidRequestError("opens.logprobs", "not supported by this verifier")
+    sampling = sampling_from_proto(message.sampling, "opens.sampling")
+    return VerifyOpen(message.sequence, sampling, message.max_length)
+
+
+def _verify_row_from_proto(message: verifier_pb2.VerifyRow) -> VerifyRow:
+    if message.draft_distributions:
+        raise InvalidRequestError("rows.draft_distributions", "not supported by this verifier")
+    return VerifyRow(
+        message.sequence,
+        message.position,
+        tuple(message.new_token_ids),
+        tuple(message.draft_token_ids),
+        message.partial,
+    )
+
+
+def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
+    """The verdicts of one micro-batch."""
+    timings = result.timings
+    return verifier_pb2.VerifyResponse(
+        batch=result.batch,
+        verdicts=[
+            verifier_pb2.VerifyVerdict(
+                sequence=verdict.sequence,
+                position=verdict.position,
+                status=_STATUSES[verdict.status],
+                message=verdict.message,
+                accepted=verdict.accepted,
+                token_ids=verdict.token_ids,
+                cached_tokens=verdict.cached_tokens,
+            )
+            for verdict in result.verdicts
+        ],
+        open_failures=[
+            verifier_pb2.OpenFailure(
+                sequence=failure.sequence,
+                status=_STATUSES[failure.status],
+                message=failure.message,
+            )
+            for failure in result.open_failures
+        ],
+        timings=verifier_pb2.VerifyTimings(
+            queue_ns=timings.queue_ns,
+            forward_ns=timings.forward_ns,
+            sampling_ns=timings.sampling_ns,
+            num_forwards=timings.num_forwards,
+        ),
+    )
+
+
+def verify_result_from_proto(message: verifier_pb2.VerifyResponse) -> VerifyResult:
+    """Raises InvalidRequestError for an unknown status."""
+    timings = message.timings
+    return VerifyResult(
+        batch=message.batch,
+        verdicts=tuple(
+            [
+                Verdict(
+                    sequence=verdict.sequence,
+                    position=verdict.position,
+                    status=enum_from_proto(_STATUS_OF, verdict.status, "verdicts.status"),
+                    accepted=verdict.accepted,
+                    token_ids=tuple(verdict.token_ids),
+                    cached_tokens=verdict.cached_tokens,
+                    message=verdict.message,
+                )
+                for verdict in message.verdicts
+            ]
+        ),
+        open_failures=tuple(
+            [
+                OpenFailure(
+                    failure.sequence,
+                    enum_from_proto(_STATUS_OF, failure.status, "open_failures.status"),
+                    failure.message,
+                )
+                for failure in message.open_failures
+            ]
+        ),
+        timings=VerifyTimings(
+            timings.queue_ns, timings.forward_ns, timings.sampling_ns, timings.num_forwards
+        ),
+    )

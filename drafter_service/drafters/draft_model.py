@@ -1,0 +1,159 @@
+"""A smaller language model with the target's tokenizer drafts for many sequences at once.
+
+Knows nothing of the target but its committed tokens. One call catches all sequences up in ragged
+forwards (a new prompt, the correction after a rejection, or whatever was missed), then decodes
+step by step as one batch, rows dropping out as they reach their own length.
+
+    cached, still true | not yet run through the model | drafted here
+    0 ....... agreed   | ...... len(token_ids) - 1     | d1 d2 ... dk-1 | dk
+
+The last drafted token dk has not been run through the model: if the target accepts all k, the next
+catch-up is two tokens (dk and the target's own), else one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from core.config import DrafterPoolConfig
+from core.embedded import resolve_model
+from core.errors import ConfigError
+from core.model import RaggedModel, Row
+from core.sampling import NO_TOKEN, draw
+from core.types import ModelIdentity
+from drafter_service.drafters.base import Drafter, DrafterOptions, DraftJob, read_options
+
+#: Looking for a prefix to copy is for prompts, not for the few tokens of a catch-up.
+_MIN_REUSED_TOKENS = 32
+
+
+class DraftModelOptions(DrafterOptions):
+    """`[drafter_pools.options]` of kind "draft_model".
+
+    `prefill_chunk`: prompt tokens read at a time while the drafts of others wait.
+    """
+
+    prefill_chunk: int = Field(256, ge=1)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A draft in the making; `is_done` when nothing more is to be drawn for it."""
+
+    job: DraftJob
+    token_ids: list[int]
+    is_done: bool
+
+    def add(self, token_id: int) -> None:
+        """Append what was drawn; NO_TOKEN (logits that are not numbers) ends the draft early."""
+        if token_id != NO_TOKEN:
+            self.token_ids.append(token_id)
+        self.is_done = token_id == NO_TOKEN or len(self.token_ids) >= self.job.num_draft_tokens
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a RaggedModel; greedy, or coupled with the target through shared noise."""
+
+    kind = "draft_model"
+
+    def __init__(self, model: RaggedModel, prefill_chunk: int = 256) -> None:
+        self._model = model
+        self._prefill_chunk = prefill_chunk
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model's."""
+        return self._model.identity
+
+    @property
+    def max_length(self) -> int:
+        """The model's context, or what the config allows of it."""
+        return self._model.max_length
+
+    @property
+    def max_sequences(self) -> int:
+        """The model's cache slots."""
+        return self._model.max_sequences
+
+    @property
+    def prefill_chunk(self) -> int:
+        """See `DraftModelOptions`."""
+        return self._prefill_chunk
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+        """See `Drafter.draft`. Raises what the model raises."""
+        for job in jobs:
+            self._align(job)
+        drafts = [_Draft(job, [], is_done=job.num_draft_tokens == 0) for job in jobs]
+        self._catch_up(drafts)
+        while drawing := [draft for draft in drafts if not draft.is_done]:
+            for start in range(0, len(drawing), self._model.max_batch_tokens):
+                part = drawing[start : start + self._model.max_batch_tokens]
+                rows = [
+                    Row(draft.job.sequence, self._length(draft.job), draft.token_ids[-1:], 1)
+                    for draft in part
+                ]
+                self._run(rows, part)
+        return [tuple(draft.token_ids) for draft in drafts]
+
+    def close(self, sequence: int) -> None:
+        """Free a sequence's slot; the model may keep its tokens for others to copy."""
+        if self._model.cache.is_open(sequence):
+            self._model.close(sequence)
+
+    def _length(self, job: DraftJob) -> int:
+        return self._model.length(job.sequence)
+
+    def _align(self, job: DraftJob) -> None:
+        """Cut the cache to what agrees with the job and leaves a token to run for a draft.
+
+        A sequence that lacks many tokens takes those that another one has computed already.
+        """
+        if not self._model.cache.is_open(job.sequence):
+            self._model.open(job.sequence)
+        cached = self._model.cache.token_ids(job.sequence)
+        limit = min(len(cached), len(job.token_ids) - (job.num_draft_tokens > 0))
+        agreed = min(job.num_unchanged, limit)
+        while agreed < limit and cached[agreed] == job.token_ids[agreed]:
+            agreed += 1
+        self._model.truncate(job.sequence, agreed)
+        if len(job.token_ids) - agreed > _MIN_REUSED_TOKENS:
+            self._model.reuse_prefix(job.sequence, job.token_ids[agreed:])
+
+    def _catch_up(self, drafts: Sequence[_Draft]) -> None:
+        """Run every job's missing tokens, in as few forwards as `max_batch_tokens` allows, and
+        draw the first token of each draft."""
+        while behind := [d for d in drafts if self._length(d.job) < len(d.job.token_ids)]:
+            room = self._model.max_batch_tokens
+            rows, drawing = [], []
+            for draft in behind:
+                job, position = draft.job, self._length(draft.job)
+                token_ids = job.token_ids[position : position + room]
+                room -= len(token_ids)
+                draws = position + len(token_ids) == len(job.token_ids) and not draft.is_done
+                rows.append(Row(job.sequence, position, token_ids, int(draws)))
+                if draws:
+                    drawing.append(draft)
+                if room == 0:
+                    break
+            self._run(rows, drawing)
+
+    def _run(self, rows: Sequence[Row], drawing: Sequence[_Draft]) -> None:
+        """One forward; every `drawing` draft, in the order of the rows, gets its next token."""
+        logits = self._model.forward(rows)  # [len(drawing), vocab_size]
+        if drawing:
+            params = [draft.job.sampling for draft in drawing]
+            positions = [self._length(draft.job) for draft in drawing]
+            token_ids = draw(logits, params, positions, self._model.tokenizer_size)
+            for draft, token_id in zip(drawing, token_ids.tolist(), strict=True):
+                draft.add(token_id)
+
+
+def create_draft_model(config: DrafterPoolConfig) -> DraftModelDrafter:
+    """Load the pool's model. Raises ConfigError without one, ModelError if it cannot be served."""
+    options = read_options(config, DraftModelOptions)
+    if config.model is None:
+        raise ConfigError(f"drafter_pools.{config.name}.model: kind 'draft_model' needs a model")
+    model = config.model.model_copy(update={"model": resolve_model(config.model.model)})
+    return DraftModelDrafter(RaggedModel.load(model), options.prefill_chunk)

@@ -1,0 +1,148 @@
+"""Drafts for many streams with one drafter, one batch at a time.
+
+Knows nothing of sockets, event loops or how a drafter works. One thread calls it.
+
+    commands ──apply──▶ SequenceTable ──step──▶ drafter.draft(batch) ──▶ plans, by stream
+
+What is wanted comes first: a step drafts for every sequence that waits, as one batch. Prompts are
+read in chunks when nobody waits, and now and then when somebody always does.
+"""
+
+import math
+import time
+from collections import defaultdict
+
+import structlog
+
+from core.types import Branch, DraftCommands, DraftPlans, NeedOpenReason, Plan
+from drafter_service.drafters.base import Drafter, DraftJob
+from drafter_service.sequences import HeldSequence, Key, Limits, SequenceTable
+
+#: While drafts are always wanted, the share of steps that goes to reading prompts is one in this.
+_PREFILL_EVERY = 5
+
+_log = structlog.get_logger(__name__)
+
+_Batch = list[tuple[Key, DraftJob]]
+
+
+class DrafterEngine:
+    """Keeps the streams' sequences and turns commands into plans. Not thread-safe."""
+
+    def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
+        self._drafter = drafter
+        limits = Limits(
+            max_draft_tokens=max_draft_tokens,
+            max_length=drafter.max_length,
+            max_sequences=drafter.max_sequences,
+            vocab_size=drafter.identity.vocab_size,
+        )
+        self._table = SequenceTable(limits, on_forget=drafter.close)
+        self._steps_since_prefill = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to say."""
+        held = self._table.held.values()
+        return self._table.has_need_opens or any(each.wanted or each.lag for each in held)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences held, over all streams."""
+        return len(self._table.held)
+
+    def apply(self, stream: int, commands: DraftCommands) -> None:
+        """Take in one frame. A bad command quarantines its sequence; nothing is raised."""
+        self._table.apply(stream, commands)
+
+    def refuse(self, stream: int, sequence: int, generation: int, message: str) -> None:
+        """Quarantine a sequence whose command could not even be read."""
+        self._table.refuse((stream, sequence), generation, NeedOpenReason.INVALID, message)
+
+    def close_stream(self, stream: int) -> None:
+        """Forget everything of a stream that ended."""
+        self._table.close_stream(stream)
+
+    def step(self) -> list[tuple[int, DraftPlans]]:
+        """Draft one batch; returns at most one frame per stream. Without work it does nothing."""
+        started_ns = time.perf_counter_ns()
+        plans: defaultdict[int, list[Plan]] = defaultdict(list)
+        for key, job, draft in self._draft(self._choose()):
+            held = self._table.held[key]
+            held.seen = len(job.token_ids)
+            if job.num_draft_tokens:
+                held.wanted = 0
+                branch = Branch(held.accepted, held.token_ids[-1], draft[: job.num_draft_tokens])
+                plans[key[0]].append(Plan(key[1], held.generation, held.base_length, (branch,)))
+        need_opens = self._table.take_need_opens()
+        draft_ns = time.perf_counter_ns() - started_ns
+        queued = [key[0] for key, held in self._table.held.items() if held.wanted]
+        return [
+            (
+                stream,
+                DraftPlans(
+                    plans=tuple(plans.get(stream, ())),
+                    need_opens=tuple(need_opens.get(stream, ())),
+                    draft_ns=draft_ns,
+                    num_queued=queued.count(stream),
+                ),
+            )
+            for stream in sorted(plans.keys() | need_opens.keys())
+        ]
+
+    def _choose(self) -> _Batch:
+        """The next batch: every wanted draft, or else a chunk of what the drafter has not read.
+
+        A wanted draft that has more than a chunk to read first waits among the readers, in front.
+        """
+        chunk = self._drafter.prefill_chunk or math.inf
+        wanted: dict[Key, HeldSequence] = {}
+        behind: dict[Key, HeldSequence] = {}
+        for key, held in self._table.held.items():
+            if held.wanted and held.lag <= chunk:
+                wanted[key] = held
+            elif held.lag:
+                behind[key] = held
+        self._steps_since_prefill += 1
+        if wanted and not (behind and self._steps_since_prefill >= _PREFILL_EVERY):
+            return [
+                (key, _job(held, len(held.token_ids), held.wanted)) for key, held in wanted.items()
+            ]
+        self._steps_since_prefill = 0
+        batch = []
+        for key, held in sorted(behind.items(), key=lambda item: not item[1].wanted):
+            end = int(min(len(held.token_ids), held.seen + chunk))
+            batch.append((key, _job(held, end, 0)))
+            chunk -= end - held.seen
+            if chunk <= 0:
+                break
+        return batch
+
+    def _draft(self, batch: _Batch) -> list[tuple[Key, DraftJob, tuple[int, ...]]]:
+        """Run the drafter; if it fails, once more for each sequence alone and without its cache."""
+        if not batch:
+            return []
+        try:
+            drafts = self._drafter.draft([job for _, job in batch])
+            return [(key, job, d) for (key, job), d in zip(batch, drafts, strict=True)]
+        except Exception as error:  # the boundary to a drafter: whatever it is, contain it
+            _log.exception("drafter_failed", kind=self._drafter.kind, num_sequences=len(batch))
+            if len(batch) == 1:
+                [(key, _)] = batch
+                message = f"the drafter failed: {type(error).__name__}"
+                generation = self._table.held[key].generation
+                self._table.refuse(key, generation, NeedOpenReason.INVALID, message)
+                return []
+        for key, job in batch:
+            self._drafter.close(job.sequence)
+            self._table.held[key].seen = 0
+        results = []
+        for key, job in batch:
+            again = _job(self._table.held[key], len(job.token_ids), job.num_draft_tokens)
+            results += self._draft([(key, again)])
+        return results
+
+
+def _job(held: HeldSequence, end: int, num_draft_tokens: int) -> DraftJob:
+    token_ids = held.token_ids if end == len(held.token_ids) else held.token_ids[:end]
+    return DraftJob(held.handle, token_ids, num_draft_tokens, held.sampling, held.seen)

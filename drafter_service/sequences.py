@@ -1,0 +1,195 @@
+"""What the targets of all streams have committed, and what draft each of them wants next.
+
+Takes in commands; knows nothing of drafters but their limits. Per (stream, sequence) it holds the
+committed tokens and the newest wish: a commit that arrives before the last draft was made
+replaces that wish. What cannot be gone on with is answered by one NeedOpen and forgotten, and no
+other sequence notices. Commands carry their position, so a repeated one changes nothing.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from core.types import (
+    DraftClose,
+    DraftCommands,
+    DraftCommit,
+    DraftOpen,
+    NeedOpen,
+    NeedOpenReason,
+    SamplingParams,
+)
+
+Key = tuple[int, int]  # (stream, sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a drafter can hold; 0 is unlimited, except for `max_draft_tokens`."""
+
+    max_draft_tokens: int
+    max_length: int = 0
+    max_sequences: int = 0
+    vocab_size: int = 0
+
+
+@dataclass(slots=True)
+class HeldSequence:
+    """A sequence. `handle` is the drafter's name for it, `seen` how many of its tokens the drafter
+    knows, `wanted` the length of the draft that is due, `accepted` belongs to the last outcome."""
+
+    handle: int
+    generation: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    max_draft_tokens: int
+    wanted: int = 0
+    accepted: int = 0
+    seen: int = 0
+
+    @property
+    def lag(self) -> int:
+        """Tokens the drafter has not seen."""
+        return len(self.token_ids) - self.seen
+
+    @property
+    def base_length(self) -> int:
+        """Committed tokens when the block was sent whose outcome came last."""
+        return len(self.token_ids) - self.accepted - 1
+
+
+class SequenceTable:
+    """The sequences of all streams. `on_forget` gets the handle of each that is dropped."""
+
+    def __init__(self, limits: Limits, on_forget: Callable[[int], None]) -> None:
+        self.held: dict[Key, HeldSequence] = {}
+        self._limits = limits
+        self._on_forget = on_forget
+        self._refused: dict[Key, int] = {}  # generation that was answered by a NeedOpen
+        self._need_opens: defaultdict[int, list[NeedOpen]] = defaultdict(list)
+        self._handles = itertools.count()
+
+    @property
+    def has_need_opens(self) -> bool:
+        """Whether `take_need_opens` has something to say."""
+        return bool(self._need_opens)
+
+    def take_need_opens(self) -> dict[int, list[NeedOpen]]:
+        """What has to be told, by stream; it is told once."""
+        taken, self._need_opens = self._need_opens, defaultdict(list)
+        return taken
+
+    def apply(self, stream: int, commands: DraftCommands) -> None:
+        """Take in one frame: closes, then opens, then commits. Never raises for a bad command."""
+        for close in commands.closes:
+            self._close((stream, close.sequence), close)
+        for open_ in commands.opens:
+            self._open((stream, open_.sequence), open_)
+        for commit in commands.commits:
+            self._commit((stream, commit.sequence), commit)
+
+    def refuse(self, key: Key, generation: int, reason: NeedOpenReason, message: str) -> None:
+        """Answer with a NeedOpen and forget the sequence; an older generation is ignored."""
+        if generation >= self._generation(key):
+            self._forget(key)
+            self._refused[key] = generation
+            self._need_opens[key[0]].append(NeedOpen(key[1], generation, reason, message))
+
+    def close_stream(self, stream: int) -> None:
+        """Forget everything of a stream that ended."""
+        for key in [key for key in self.held if key[0] == stream]:
+            self._forget(key)
+        for key in [key for key in self._refused if key[0] == stream]:
+            del self._refused[key]
+        self._need_opens.pop(stream, None)
+
+    def _close(self, key: Key, close: DraftClose) -> None:
+        if close.generation >= self._generation(key):
+            self._forget(key)
+
+    def _open(self, key: Key, open_: DraftOpen) -> None:
+        if open_.generation < self._generation(key):
+            return
+        self._forget(key)
+        problem = _sampling_problem(open_.sampling) or self._ids_problem(open_.token_ids)
+        if problem:
+            self.refuse(key, open_.generation, NeedOpenReason.INVALID, f"open: {problem}")
+        elif 0 < self._limits.max_sequences <= len(self.held):
+            message = f"holds {len(self.held)} sequences, the most it can"
+            self.refuse(key, open_.generation, NeedOpenReason.FULL, message)
+        else:
+            held = self.held[key] = HeldSequence(
+                handle=next(self._handles),
+                generation=open_.generation,
+                token_ids=list(open_.token_ids),
+                sampling=open_.sampling,
+                max_draft_tokens=min(open_.max_draft_tokens, self._limits.max_draft_tokens),
+            )
+            self._want(key, held, open_.next_draft_tokens)
+
+    def _commit(self, key: Key, commit: DraftCommit) -> None:
+        held = self.held.get(key)
+        if commit.generation <= self._refused.get(key, -1):
+            return  # it was told already
+        if held is not None and commit.generation < held.generation:
+            return
+        problem = self._commit_problem(commit)
+        if problem:
+            self.refuse(key, commit.generation, NeedOpenReason.INVALID, f"commit: {problem}")
+        elif held is None or commit.generation > held.generation:
+            message = f"generation {commit.generation} was never opened"
+            self.refuse(key, commit.generation, NeedOpenReason.GAP, message)
+        elif commit.base_length > len(held.token_ids):
+            message = f"base_length is {commit.base_length}, {len(held.token_ids)} tokens are held"
+            self.refuse(key, commit.generation, NeedOpenReason.GAP, message)
+        else:
+            held.token_ids[commit.base_length :] = commit.token_ids
+            held.seen = min(held.seen, commit.base_length)
+            held.accepted = commit.accepted
+            self._want(key, held, commit.next_draft_tokens)
+
+    def _want(self, key: Key, held: HeldSequence, num_draft_tokens: int) -> None:
+        """Note the next wish, as far as the drafter's context has room for it."""
+        held.wanted = min(num_draft_tokens, held.max_draft_tokens)
+        if self._limits.max_length:
+            room = self._limits.max_length - len(held.token_ids)
+            held.wanted = min(held.wanted, room)
+            if room <= 0:
+                message = f"{len(held.token_ids)} tokens; the context is {self._limits.max_length}"
+                self.refuse(key, held.generation, NeedOpenReason.TOO_LONG, message)
+
+    def _forget(self, key: Key) -> None:
+        self._refused.pop(key, None)
+        held = self.held.pop(key, None)
+        if held is not None:
+            self._on_forget(held.handle)
+
+    def _generation(self, key: Key) -> int:
+        """The newest generation known of a sequence; 0 for an unknown one."""
+        held = self.held.get(key)
+        return held.generation if held else self._refused.get(key, 0)
+
+    def _commit_problem(self, commit: DraftCommit) -> str:
+        if commit.base_length < 1:
+            return "base_length must be at least 1"
+        if len(commit.token_ids) != commit.accepted + 1:
+            return f"accepted is {commit.accepted}, but {len(commit.token_ids)} token_ids came"
+        return self._ids_problem(commit.token_ids)
+
+    def _ids_problem(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return "token_ids is empty"
+        vocab_size = self._limits.vocab_size
+        if vocab_size and max(token_ids) >= vocab_size:
+            return f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
+        return ""
+
+
+def _sampling_problem(sampling: SamplingParams) -> str:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"temperature {sampling.temperature} is not a number of at least 0"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p {sampling.top_p} is not in (0, 1]"
+    return ""

@@ -1,0 +1,70 @@
+"""A Ray of one's own on this machine, for laptops, tests and the demo; gone without a trace.
+
+Starts it in a short folder of its own, so that no other Ray is joined by accident, and ends
+exactly the processes it started, by their ids. Ray listens on all interfaces, so each port of this
+one wants a random token, given in the environment: written to a file, a later Ray would want it.
+Knows nothing of actors. ray is imported late, because it reads that environment when imported.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+
+import psutil
+
+from core.config import RayConfig
+from core.errors import UnavailableError
+
+_END_S = 10.0
+
+
+def prepare_environment() -> None:
+    """Set what a local Ray reads from the environment; call it before ray is first imported.
+
+    What is set already stays: RAY_AUTH_MODE=disabled, for one, switches the token off.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+class LocalRay:
+    """A running local Ray, this process its driver. Raises UnavailableError if it cannot start."""
+
+    def __init__(self, config: RayConfig) -> None:
+        import ray
+
+        self._others = set(psutil.Process().children())
+        # Short: the paths of Ray's sockets lie inside it and have a length limit.
+        self._folder = tempfile.mkdtemp(prefix="forerun-")
+        try:
+            ray.init(
+                address="local",
+                namespace=config.namespace,
+                object_store_memory=config.object_store_mb * 1_000_000,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=self._folder,
+            )
+        except BaseException as error:  # also Ctrl-C: what runs already must end
+            self.stop()
+            if isinstance(error, Exception):
+                raise UnavailableError(f"a local Ray cannot start: {error}") from error
+            raise
+
+    def stop(self) -> None:
+        """Disconnect, end every process of this Ray and wait for it."""
+        import ray
+
+        family = [p for p in psutil.Process().children() if p not in self._others]
+        for process in list(family):
+            family += process.children(recursive=True)
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=_END_S)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=_END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)

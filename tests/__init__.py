@@ -1,0 +1,1 @@
+"""Tests; flat files named after modules."""

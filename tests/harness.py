@@ -1,0 +1,159 @@
+"""A whole forerun in one process over real loopback gRPC: verifier, drafter pools, engine.
+
+The services are the real ones with tiny checkpoints. The bad kinds misbehave on purpose; they are
+entered in the table of kinds, so that everything behind them is real too.
+"""
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from core.config import DrafterPoolConfig, ModelConfig, OrchestratorConfig, VerifierConfig
+from core.model import RaggedModel
+from core.rpc import RunningServer
+from core.tokenizer import Tokenizer
+from drafter_service import drafters as kinds
+from drafter_service.drafters.base import Drafter, DraftJob
+from drafter_service.drafters.draft_model import DraftModelDrafter
+from drafter_service.server import serve_drafter
+from orchestrator.detokenizer import Detokenizer
+from orchestrator.engine import Engine
+from orchestrator.requests import Finished, GenerationRequest, ReplicaSpec
+from verifier_service.server import serve_verifier
+
+MODEL: dict[str, Any] = {
+    "dtype": "float32",
+    "device_map": "cpu",
+    "max_length": 256,
+    "max_sequences": 8,
+    "max_batch_tokens": 64,
+    "threads": 1,
+}
+
+
+@dataclass
+class Stack:
+    """Everything that runs; tests reach in to stop a part of it."""
+
+    engine: Engine
+    verifiers: list[RunningServer]
+    drafters: dict[str, RunningServer]
+    tokenizer: Tokenizer
+    addresses: dict[str, str]
+
+    async def run(self, request: GenerationRequest) -> tuple[list[int], str, Finished]:
+        """Generate to the end; returns ids, text and the finish."""
+        ids: list[int] = []
+        text = ""
+        finished = None
+        async with contextlib.aclosing(self.stream(request)) as blocks:
+            async for block in blocks:
+                ids.extend(block.token_ids)
+                text += block.text
+                finished = block.finished
+        assert finished is not None
+        return ids, text, finished
+
+    def stream(self, request: GenerationRequest) -> Any:
+        """The engine's own iterator."""
+        return self.engine.generate(request, Detokenizer(self.tokenizer, request.stopping.stop))
+
+
+def pool(name: str, kind: str, model: Path | None = None, k: int = 8) -> DrafterPoolConfig:
+    """A drafter pool with a tiny model."""
+    config = ModelConfig(model=str(model), **MODEL) if model else None
+    return DrafterPoolConfig(name=name, kind=kind, model=config, max_draft_tokens=k)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    target: Path,
+    pools: Sequence[DrafterPoolConfig] = (),
+    *,
+    model: dict[str, Any] | None = None,
+    **orchestrator: Any,
+) -> AsyncIterator[Stack]:
+    """Start one verifier, one drafter per pool, and an engine; stop them all at the end."""
+    config = ModelConfig(model=str(target), **{**MODEL, **(model or {})})
+    verifier = await serve_verifier(config, VerifierConfig())
+    with mock.patch.object(kinds, "DRAFTERS", {**kinds.DRAFTERS, **BAD_KINDS}):
+        drafters = {p.name: await serve_drafter(p) for p in pools}
+    addresses = {"verifier": verifier.address} | {n: d.address for n, d in drafters.items()}
+
+    def spec(replica_id: str, pool_name: str) -> ReplicaSpec:
+        async def resolve() -> str:
+            return addresses[replica_id]
+
+        return ReplicaSpec(replica_id, pool_name, resolve)
+
+    specs = [spec("verifier", ""), *(spec(p.name, p.name) for p in pools)]
+    engine = Engine(
+        OrchestratorConfig(**{"draft_wait_ms": 2000, **orchestrator}), list(pools), specs
+    )
+    stack = Stack(engine, [verifier], drafters, Tokenizer.load(str(target)), addresses)
+    try:
+        await engine.start()
+        yield stack
+    finally:
+        await engine.stop()
+        for server in (*stack.drafters.values(), *stack.verifiers):
+            await server.stop(0)
+
+
+class NeverRight(DraftModelDrafter):
+    """Given the target's own checkpoint, proposes anything but its next token."""
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+        """The right draft, every id off by one."""
+        return [tuple((t + 1) % 250 for t in draft) for draft in super().draft(jobs)]
+
+
+class Stale(DraftModelDrafter):
+    """Answers each question with the answer to an earlier one."""
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+        """The draft of a prefix that is four tokens old."""
+        old = [replace(j, token_ids=j.token_ids[:-4] or j.token_ids, num_unchanged=0) for j in jobs]
+        return super().draft(old)
+
+
+class Garbage(DraftModelDrafter):
+    """Random ids, half of them outside every vocabulary."""
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+        """As many ids as wanted, none of them thought about."""
+        rng = random.Random(sum(len(j.token_ids) for j in jobs))
+        return [
+            tuple(rng.choice((rng.randrange(256), 5_000_000)) for _ in range(j.num_draft_tokens))
+            for j in jobs
+        ]
+
+
+def create_never_right(config: DrafterPoolConfig) -> Drafter:
+    """For the table of kinds."""
+    return NeverRight(_load(config))
+
+
+def create_stale(config: DrafterPoolConfig) -> Drafter:
+    """For the table of kinds."""
+    return Stale(_load(config))
+
+
+def create_garbage(config: DrafterPoolConfig) -> Drafter:
+    """For the table of kinds."""
+    return Garbage(_load(config))
+
+
+def _load(config: DrafterPoolConfig) -> RaggedModel:
+    assert config.model is not None
+    return RaggedModel.load(config.model)
+
+
+BAD_KINDS = {
+    f"test_{name}": ("tests.harness", f"create_{name}")
+    for name in ("never_right", "stale", "garbage")
+}

@@ -1,0 +1,63 @@
+"""How a batch is split into groups, and that the splits do not show in the result."""
+
+import pytest
+import torch
+
+import core.attention
+from core.attention import Segment, group_segments
+from core.model import Row
+from tests.test_families import TOLERANCE, load, truth
+from tests.tiny_models import TinyFactory, load_reference
+
+
+def slots(groups: list[list[Segment]]) -> list[list[int]]:
+    """Slots per group."""
+    return [[segment.slot for segment in group] for group in groups]
+
+
+def test_equal_rows_share_a_group() -> None:
+    """Breaks when a plain decode batch is split: each group costs a kernel per layer."""
+    assert slots(group_segments([Segment(i, 1000 + i, 1) for i in range(8)])) == [[*range(8)]]
+
+
+def test_one_long_context_does_not_widen_the_others() -> None:
+    """Breaks when fifteen short rows are attended over the longest row's 4000 keys."""
+    rows = [Segment(i, 4000 if i == 3 else 100, 1) for i in range(8)]
+    assert slots(group_segments(rows)) == [[0, 1, 2], [3], [4, 5, 6, 7]]
+
+
+def test_gaps_are_bridged_only_when_that_is_cheap() -> None:
+    """Breaks when a row that is not in the batch splits it, or costs more than a split."""
+    assert slots(group_segments([Segment(0, 200, 1), Segment(2, 200, 1)])) == [[0, 2]]
+    assert slots(group_segments([Segment(0, 2000, 1), Segment(2, 2000, 1)])) == [[0], [2]]
+
+
+def test_prompts_are_attended_alone() -> None:
+    """Breaks when a draft's queries are padded to a prompt's length."""
+    rows = [Segment(1, 10, 1), Segment(3, 10, 5), Segment(0, 0, 100), Segment(2, 0, 90)]
+    assert slots(group_segments(rows)) == [[1, 3], [0], [2]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("cost", [0, 1 << 40])
+def test_grouping_does_not_change_logits(
+    kind: str, cost: int, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when padding, a slot without a row, or a split leaks into a row's result: the same
+    batches with every row alone, and with everything in one group."""
+    monkeypatch.setattr(core.attention, "GROUP_COST_TOKENS", cost)
+    path = tiny(kind)
+    model, expected = load(path), truth(load_reference(path))
+    texts = [[(7 * i + 13 * s * i * i) % 256 for i in range(100)] for s in range(4)]
+    for sequence, length in enumerate((60, 3, 25, 17)):
+        model.open(sequence)
+        model.forward([Row(sequence, 0, texts[sequence][:length], 0)])
+    for counts in ({3: 4, 0: 1}, {0: 1, 1: 3, 3: 1}, {1: 1, 2: 1}, {2: 5, 0: 2, 1: 1, 3: 30}):
+        rows = [
+            Row(s, model.length(s), texts[s][model.length(s) : model.length(s) + count], count)
+            for s, count in counts.items()
+        ]
+        wanted = torch.cat(
+            [expected(texts[r.sequence][: r.position + r.num_logits], r.num_logits) for r in rows]
+        )
+        assert (model.forward(rows) - wanted).abs().max().item() < TOLERANCE

@@ -1,0 +1,238 @@
+"""verifier_service.engine on tiny models: exact against transformers' generate, sturdy per row.
+
+The target is a tiny random fp32 model; what it should say comes from transformers. `Driver` plays
+the orchestrator for one sequence: it sends rows, checks what every verdict must satisfy, commits.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from core.config import ModelConfig
+from core.model import RaggedModel
+from core.types import (
+    Rule,
+    SamplingParams,
+    Verdict,
+    VerdictStatus,
+    VerifyBatch,
+    VerifyOpen,
+    VerifyRow,
+)
+from tests.tiny_models import EOS, VOCAB_SIZE, greedy_reference, load_reference
+from verifier_service.engine import VerifierEngine
+
+NUM_NEW = 24
+GREEDY = SamplingParams()
+COUPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=11, rule=Rule.COUPLED)
+OK, INVALID = VerdictStatus.OK, VerdictStatus.INVALID
+
+Drafter = Callable[[Sequence[int], int], tuple[int, ...]]
+
+
+def make_engine(path: Path, **options: int) -> VerifierEngine:
+    limits = {"max_length": 128, "max_sequences": 4, "max_batch_tokens": 64} | options
+    return VerifierEngine(
+        RaggedModel.load(ModelConfig(model=str(path), device_map="cpu", **limits))
+    )
+
+
+@pytest.fixture(scope="module")
+def endless(tiny) -> Path:
+    """A target that never stops by itself, so that lengths are known."""
+    return tiny("llama", eos_token_id=VOCAB_SIZE - 1)
+
+
+@pytest.fixture
+def engine(endless) -> VerifierEngine:
+    return make_engine(endless)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(256) for _ in range(length)] for length in (1, 7, 20, 33)]
+
+
+@pytest.fixture(scope="module")
+def truth(endless, prompts) -> list[list[int]]:
+    """The greedy continuation of each prompt, from transformers."""
+    model = load_reference(endless)
+    return [
+        greedy_reference(model, p, NUM_NEW, eos_token_id=None, pad_token_id=EOS) for p in prompts
+    ]
+
+
+class Driver:
+    """One sequence: its committed tokens, and how many of them the verifier holds."""
+
+    def __init__(self, sequence: int, prompt: Sequence[int], drafter: Drafter, k: int) -> None:
+        self.sequence = sequence
+        self.tokens = list(prompt)
+        self.position = 0
+        self.accepted: list[int] = []
+        self._num_prompt = len(prompt)
+        self._drafter = drafter
+        self._k = k
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self._num_prompt :]
+
+    def row(self) -> VerifyRow:
+        draft = self._drafter(self.tokens, self._k)[: self._k] if self._k else ()
+        return VerifyRow(self.sequence, self.position, tuple(self.tokens[self.position :]), draft)
+
+    def apply(self, row: VerifyRow, verdict: Verdict) -> None:
+        assert verdict.status is OK, verdict.message
+        assert verdict.position == len(self.tokens)
+        assert len(verdict.token_ids) == verdict.accepted + 1
+        assert verdict.token_ids[:-1] == row.draft_token_ids[: verdict.accepted]
+        self.position = len(self.tokens) + verdict.accepted
+        self.tokens += verdict.token_ids
+        self.accepted.append(verdict.accepted)
+
+
+def run(
+    engine: VerifierEngine, drivers: Sequence[Driver], sampling: SamplingParams, stream: int = 0
+) -> None:
+    """Drive all sequences, in one batch per round, until each has NUM_NEW tokens."""
+    opens = tuple(VerifyOpen(driver.sequence, sampling, 128) for driver in drivers)
+    while active := [driver for driver in drivers if len(driver.generated) < NUM_NEW]:
+        rows = tuple(driver.row() for driver in active)
+        result = engine.verify(stream, VerifyBatch(0, rows, opens))
+        opens = ()
+        assert not result.open_failures
+        for driver, row, verdict in zip(active, rows, result.verdicts, strict=True):
+            driver.apply(row, verdict)
+    engine.verify(stream, VerifyBatch(0, closes=tuple(d.sequence for d in drivers)))
+
+
+def oracle(full: Sequence[int], wrong_by: int = 0) -> Drafter:
+    """Drafts what will come, each id off by `wrong_by`."""
+    return lambda tokens, k: tuple(
+        (token + wrong_by) % 256 for token in full[len(tokens) : len(tokens) + k]
+    )
+
+
+def noise(seed: int, bound: int) -> Drafter:
+    rng = random.Random(seed)
+    return lambda tokens, k: tuple(rng.randrange(bound) for _ in range(rng.randrange(k + 1)))
+
+
+def drafters(kind: str, full: Sequence[int], index: int) -> Drafter:
+    return {
+        "perfect": oracle(full),
+        "random": noise(index, 4),
+        "never right": oracle(full, wrong_by=1),
+        "garbage": noise(index, VOCAB_SIZE),
+        "half right": lambda tokens, k: (*oracle(full)(tokens, k // 2), *noise(1, 256)(tokens, k)),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["perfect", "random", "never right", "garbage", "half right"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5, 8])
+def test_greedy_text_is_the_targets_own(engine, prompts, truth, kind, k):
+    """Any drafter at any length must leave the text alone; batch of 4, drafts of all lengths."""
+    drivers = [
+        Driver(i, prompt, drafters(kind, prompt + truth[i], i), k)
+        for i, prompt in enumerate(prompts)
+    ]
+    run(engine, drivers, GREEDY)
+    for driver, expected in zip(drivers, truth, strict=True):
+        assert driver.generated[:NUM_NEW] == expected
+        if kind == "never right":  # lattice#243: an off-by-one in the logits row accepts some
+            assert set(driver.accepted) == {0}
+        if kind == "perfect" and k:  # and one the other way rejects some
+            assert driver.accepted[:2] == [k, k]
+    engine._model.cache.check()
+    assert engine.num_open == engine._model.cache.num_live == 0
+
+
+def test_rows_without_a_draft_beside_rows_with_one(engine, prompts, truth):
+    """vllm#41758: in a ragged batch rows changed each other's text."""
+    kinds = ["perfect", "never right", "random", "half right"]
+    lengths = [8, 3, 0, 5]
+    drivers = [
+        Driver(i, prompts[i], drafters(kind, prompts[i] + truth[i], i), lengths[i])
+        for i, kind in enumerate(kinds)
+    ]
+    run(engine, drivers, GREEDY)
+    assert [driver.generated[:NUM_NEW] for driver in drivers] == truth
+
+
+@pytest.mark.parametrize("kind", ["perfect", "random", "half right"])
+def test_seeded_sampling_is_the_same_with_and_without_drafts(engine, prompts, kind):
+    """COUPLED: the seed alone decides the text, not the drafter, the batch or the draft length."""
+    alone = []
+    for i, prompt in enumerate(prompts):
+        driver = Driver(i, prompt, noise(0, 1), 0)
+        run(engine, [driver], COUPLED)
+        alone.append(driver.generated)
+    drivers = [
+        Driver(i, prompt, drafters(kind, prompt + alone[i], i), 5)
+        for i, prompt in enumerate(prompts)
+    ]
+    run(engine, drivers, COUPLED, stream=9)
+    assert [driver.generated[:NUM_NEW] for driver in drivers] == [text[:NUM_NEW] for text in alone]
+    if kind == "perfect":
+        assert all(driver.accepted[:2] == [5, 5] for driver in drivers)
+    assert len({tuple(text) for text in alone}) == len(alone)
+
+
+def test_a_repeated_row_gets_the_same_verdict(engine, prompts, truth):
+    """A call that is retried after a lost answer must not advance or redraw anything."""
+    for sampling in (GREEDY, COUPLED):
+        engine.verify(0, VerifyBatch(0, opens=(VerifyOpen(1, sampling, 128),)))
+        prompt = VerifyRow(1, 0, tuple(prompts[2]), tuple(truth[2][:3]))
+        first = engine.verify(0, VerifyBatch(1, (prompt,))).verdicts
+        assert engine.verify(0, VerifyBatch(2, (prompt,))).verdicts == first
+        step = VerifyRow(1, 20 + first[0].accepted, first[0].token_ids[-1:], (7, 8))
+        second = engine.verify(0, VerifyBatch(3, (step,))).verdicts
+        assert engine.verify(0, VerifyBatch(4, (step,))).verdicts == second
+        assert engine.verify(0, VerifyBatch(5, (prompt,))).verdicts == first
+
+
+def test_rollback_to_an_earlier_position(endless, engine, prompts, truth):
+    """The position alone says what is kept: tokens behind it must leave no trace."""
+    prompt = prompts[1]
+    engine.verify(0, VerifyBatch(0, opens=(VerifyOpen(1, GREEDY, 128),)))
+    engine.verify(0, VerifyBatch(1, (VerifyRow(1, 0, (*prompt, *truth[1][:10])),)))
+    other = greedy_reference(endless, [*prompt[:4], 99, 98], 1, eos_token_id=None)
+    (verdict,) = engine.verify(0, VerifyBatch(2, (VerifyRow(1, 4, (99, 98)),))).verdicts
+    assert list(verdict.token_ids) == other
+    (verdict,) = engine.verify(0, VerifyBatch(3, (VerifyRow(1, 4, tuple(prompt[4:])),))).verdicts
+    assert list(verdict.token_ids) == truth[1][:1]
+
+
+def test_a_long_prompt_is_split_and_short_rows_ride_in_the_first_forward(endless, prompts):
+    """Chunked prefill must not change the text, nor cost more forwards than tokens demand."""
+    engine = make_engine(endless, max_batch_tokens=16, max_length=256)
+    long = [(7 * i) % 256 for i in range(70)]
+    expected = greedy_reference(endless, long, 6, eos_token_id=None)
+    opens = (VerifyOpen(1, GREEDY, 256), VerifyOpen(2, GREEDY, 256))
+    engine.verify(0, VerifyBatch(0, (VerifyRow(2, 0, (1, 2, 3)),), opens))
+    rows = (VerifyRow(1, 0, tuple(long), tuple(expected[:5])), VerifyRow(2, 3, (4,), (5, 6)))
+    shapes = []
+    forward = engine._model.forward
+    engine._model.forward = lambda rows: shapes.append(list(rows)) or forward(rows)
+    result = engine.verify(0, VerifyBatch(1, rows))
+    assert result.verdicts[0].token_ids == tuple(expected)
+    assert result.timings.num_forwards == len(shapes) == 5  # 78 tokens, 16 at a time
+    assert [row.sequence for row in shapes[0]] == [1, 0]  # the model's ids: 2 was first to run
+    assert [row.num_logits for step in shapes[1:] for row in step] == [0, 0, 0, 6]
+
+
+def test_partial_rows_cache_a_prompt_and_draw_nothing(engine, prompts, truth):
+    """The orchestrator's chunks: only the last one gives a token, and it gives the right one."""
+    prompt = prompts[3]
+    opens = (VerifyOpen(1, GREEDY, 128),)
+    for start in (0, 12):
+        chunk = VerifyRow(1, start, tuple(prompt[start : start + 12]), partial=True)
+        (verdict,) = engine.verify(0, VerifyBatch(0, (chunk,), opens)).verdicts
+        opens = ()
+        assert (verdict.status, verdict.position, verdict.token_ids) == (OK, start + 12, ())
+    (verdict,) = engine.verify(0, VerifyBatch(0, (VerifyRow(1, 24, tuple(prompt[24:])),))).verdicts
+    assert list(verdict.token_ids) == truth[3][:1]

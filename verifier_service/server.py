@@ -1,0 +1,159 @@
+"""The verifier on the wire: streams of micro-batches around one engine in one thread.
+
+    stream A ── reader ─┐                             ┌─▶ writer A, results in order
+    stream B ── reader ─┴▶ the worker's queue, FIFO ──┴─▶ writer B
+                           (one batch runs)
+
+A reader takes a batch off its stream only while the stream has fewer than two under way: one that
+runs and one that waits, so the target never waits for the orchestrator and no stream can flood
+it. A stream's sequences end with it, however it ends. Knows nothing of models and rules.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from core.config import ModelConfig, VerifierConfig
+from core.embedded import resolve_model
+from core.metrics import VerifierMetrics
+from core.model import RaggedModel
+from core.rpc import RunningServer, create_server
+from core.types import VerifyBatch, VerifyResult
+from core.wire import (
+    verifier_info_to_proto,
+    verify_batch_from_proto,
+    verify_result_to_proto,
+)
+from protos import verifier_pb2, verifier_pb2_grpc
+from verifier_service.engine import VerifierEngine
+
+SERVICE_NAME: Final = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+_MAX_UNDER_WAY: Final = 2
+
+_UnderWay = tuple[VerifyBatch, "asyncio.Future[VerifyResult]"]
+
+_log = structlog.get_logger(__name__)
+
+
+async def serve_verifier(
+    config: ModelConfig, verifier: VerifierConfig, registry: CollectorRegistry | None = None
+) -> RunningServer:
+    """Load the target and serve it; returns when it is ready. `registry` gets its metrics.
+
+    Raises ModelError when the model cannot be served, ConfigError when the port cannot be had.
+    """
+    # One thread for loading and running: torch's thread count is a property of the thread.
+    worker = ThreadPoolExecutor(1, thread_name_prefix="verifier")
+    with contextlib.ExitStack() as undo:
+        undo.callback(worker.shutdown, wait=False)
+        engine = await asyncio.get_running_loop().run_in_executor(worker, _load, config)
+        servicer = VerifierServicer(
+            engine, worker, VerifierMetrics(registry or CollectorRegistry())
+        )
+        server = await create_server(
+            functools.partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer),
+            [SERVICE_NAME],
+            verifier.host,
+            verifier.port,
+            on_stop=functools.partial(asyncio.to_thread, worker.shutdown),
+        )
+        undo.pop_all()
+    _log.info(
+        "verifier_ready",
+        address=server.address,
+        model=config.model,
+        max_sequences=engine.info.max_sequences,
+        max_length=engine.info.max_length,
+        threads=config.threads,
+    )
+    return server
+
+
+def _load(config: ModelConfig) -> VerifierEngine:
+    path = resolve_model(config.model)
+    return VerifierEngine(RaggedModel.load(config.model_copy(update={"model": path})))
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """The two calls. Everything that touches the engine runs in `worker`, one at a time."""
+
+    def __init__(
+        self, engine: VerifierEngine, worker: ThreadPoolExecutor, metrics: VerifierMetrics
+    ) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._metrics = metrics
+        self._streams = itertools.count()
+
+    async def DescribeVerifier(
+        self, request: verifier_pb2.DescribeVerifierRequest, context: Any
+    ) -> verifier_pb2.DescribeVerifierResponse:
+        """The handshake."""
+        return verifier_info_to_proto(self._engine.info)
+
+    async def Verify(
+        self, requests: AsyncIterator[verifier_pb2.VerifyRequest], context: Any
+    ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
+        """Verify one orchestrator's micro-batches, in order.
+
+        A message that cannot be understood ends this stream, and only this one.
+        """
+        stream = next(self._streams)
+        under_way: asyncio.Queue[_UnderWay | None] = asyncio.Queue()
+        room = asyncio.Semaphore(_MAX_UNDER_WAY)
+        reader = asyncio.create_task(self._read(stream, requests, under_way, room))
+        try:
+            while (item := await under_way.get()) is not None:
+                batch, future = item
+                result = await future
+                room.release()
+                yield verify_result_to_proto(result)
+                self._metrics.observe(batch, result)
+            await reader  # raises what ended the reading, if anything did
+        finally:
+            reader.cancel()
+            while not under_way.empty():
+                item = under_way.get_nowait()
+                if item is not None:
+                    item[1].cancel()  # a batch that has not begun never does
+            self._worker.submit(self._close_stream, stream)
+
+    async def _read(
+        self,
+        stream: int,
+        requests: AsyncIterator[verifier_pb2.VerifyRequest],
+        under_way: asyncio.Queue[_UnderWay | None],
+        room: asyncio.Semaphore,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async for request in requests:
+                batch = verify_batch_from_proto(request)
+                arrived_ns = time.perf_counter_ns()
+                await room.acquire()
+                future = loop.run_in_executor(self._worker, self._verify, stream, batch, arrived_ns)
+                under_way.put_nowait((batch, future))
+        finally:
+            under_way.put_nowait(None)
+
+    # ------------------------------------------------------------ in the worker
+
+    def _verify(self, stream: int, batch: VerifyBatch, arrived_ns: int) -> VerifyResult:
+        queue_ns = time.perf_counter_ns() - arrived_ns
+        result = self._engine.verify(stream, batch)
+        self._metrics.set_open(self._engine.num_open)
+        timings = dataclasses.replace(result.timings, queue_ns=queue_ns)
+        return dataclasses.replace(result, timings=timings)
+
+    def _close_stream(self, stream: int) -> None:
+        self._engine.close_stream(stream)
+        self._metrics.set_open(self._engine.num_open)
