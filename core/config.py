@@ -80,6 +80,7 @@ class OrchestratorConfig(_Section):
     max_queue: int = Field(128, ge=0)
     max_in_flight: int = Field(1, ge=1, le=8)
     max_prefill_tokens: int = Field(256, ge=16)
+    adaptive_draft_length: bool = True
     draft_wait_ms: float = Field(250.0, ge=0)
     verify_timeout_s: float = Field(60.0, gt=0)
     drain_timeout_s: float = Field(30.0, ge=0)

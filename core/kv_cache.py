@@ -13,6 +13,7 @@ Knows nothing of models or batches: who calls `write` says which cache index eac
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -60,6 +61,9 @@ class SlotCache:
         self._clock = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        on_host = [layer for layer in self.layers if layer.device.type == "cpu"]
+        if self.num_bytes * len(on_host) > _available_bytes() * len(self.layers):
+            raise self._no_room(torch.device("cpu"))  # Linux would grant it, and kill us later
         for index, layer in enumerate(self.layers):
             if layer.source == index:
                 self.keys.append(self._allocate(layer, layer.key_dim))
@@ -80,11 +84,13 @@ class SlotCache:
             # Not torch.zeros: its pages would be taken only when first written, in mid-flight.
             return torch.empty(shape, dtype=layer.dtype, device=layer.device).zero_()
         except (RuntimeError, MemoryError) as error:  # includes torch's OutOfMemoryError
-            raise ModelError(
-                f"the K/V cache needs {self.num_bytes} bytes (max_sequences "
-                f"{self.max_sequences} x max_length {self.max_length}) and {layer.device} has no "
-                f"room for it: lower one of the two"
-            ) from error
+            raise self._no_room(layer.device) from error
+
+    def _no_room(self, device: torch.device) -> ModelError:
+        return ModelError(
+            f"the K/V cache needs {self.num_bytes} bytes (max_sequences {self.max_sequences} x "
+            f"max_length {self.max_length}) and {device} has no room for it: lower one of the two"
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -257,6 +263,21 @@ class SlotCache:
         assert owners == leased, f"{owners} is not {leased}"
         assert len(self._slot_of) <= self.max_sequences
         assert all(len(slot.token_ids) <= self.max_length for slot in self._slots)
+
+
+def _available_bytes() -> int:
+    """Host memory that may still be taken, within this container's limit; no limit off Linux."""
+    limit = 1 << 62
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limit = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+        group = Path("/sys/fs/cgroup")
+        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+        in_use = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+        limit = min(limit, int((group / "memory.max").read_text()) - in_use)
+    except (OSError, ValueError, KeyError, StopIteration):
+        pass  # no such files, or the limit is "max"
+    return limit
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

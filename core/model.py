@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from core import model_facts
 from core.attention import AttentionOptions, ProbeContext, RaggedContext, Segment
@@ -136,6 +135,8 @@ class RaggedModel:
                 placement["max_memory"] = memory
             if config.offload_folder:
                 placement["offload_folder"] = config.offload_folder
+            if config.gguf_file:  # packed GGUF products need kernels from the network
+                placement["quantization_config"] = GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=config.dtype, attn_implementation=_ATTENTION, **placement, **options
             )
@@ -269,7 +270,7 @@ def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if is_path and not os.path.isdir(path):
         raise ModelError(f"model: {config.model}: no such directory")
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if is_path or transformers.utils.is_offline_mode():
+    if is_path:  # never ask a network about a path; for names, HF_HUB_OFFLINE says
         options["local_files_only"] = True
     if config.gguf_file:
         options["gguf_file"] = config.gguf_file

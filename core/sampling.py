@@ -38,9 +38,9 @@ def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, then top_k, then top_p, each row with its own; greedy rows stay as they are.
 
     logits: fp32 `[n, V]`, not changed. Returns fp32 `[n, V]`: scaled logits, -inf where a token
-    was cut. The meaning is that of transformers' warpers on CPU, ties included: top_k keeps every
-    token that ties with the k-th; top_p cuts ties at its border from the lowest id on and always
-    keeps one token.
+    was cut. The meaning is that of transformers' warpers: top_k keeps every token that ties with
+    the k-th; top_p always keeps one token, and of those that tie at its border cuts the lowest ids
+    (transformers leaves this choice to an unstable sort).
     """
     scores = _scale(logits, params)
     cut = [i for i, p in enumerate(params) if _is_cut(p, logits.shape[1])]
@@ -154,7 +154,7 @@ def _nucleus(scores: Tensor, budget: float) -> Tensor:
     come; and with what they leave of the budget, the same is true once more of the rest.
     """
     probs = scores.softmax(dim=-1)
-    tokens = (probs >= _SAFETY * budget / len(probs)).nonzero().squeeze(1)
+    tokens = (probs >= _SAFETY * budget / max(1, len(probs))).nonzero().squeeze(1)
     probs64 = probs[tokens].double()
     tail = float(probs.sum(dtype=torch.float64) - probs64.sum())
     strong = probs64 >= _SAFETY * (budget - tail) / max(1, len(tokens))

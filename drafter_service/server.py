@@ -40,7 +40,7 @@ _Outbox = asyncio.Queue[DraftPlans | Exception | None]
 _Change = Callable[[DrafterEngine], None]
 
 
-class _Worker:
+class Worker:
     """Runs the engine: changes gather in the inbox, plans go to the outbox of their stream."""
 
     def __init__(self, engine: DrafterEngine, thread: ThreadPoolExecutor | None) -> None:
@@ -101,7 +101,7 @@ class _Worker:
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """The two calls of drafter.proto."""
 
-    def __init__(self, info: DrafterInfo, worker: _Worker) -> None:
+    def __init__(self, info: DrafterInfo, worker: Worker) -> None:
         self._info = info
         self._worker = worker
 
@@ -184,7 +184,7 @@ async def serve(drafter: Drafter, pool: DrafterPoolConfig) -> RunningServer:
         has_distributions=drafter.has_distributions,
     )
     thread = None if drafter.runs_inline else ThreadPoolExecutor(1, thread_name_prefix="drafter")
-    worker = _Worker(DrafterEngine(drafter, pool.max_draft_tokens), thread)
+    worker = Worker(DrafterEngine(drafter, pool.max_draft_tokens), thread)
     task = asyncio.create_task(worker.run(), name="drafter-worker")
 
     async def stop() -> None:

@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from core.errors import ForerunError
 from core.rpc import bearer_metadata, create_channel
@@ -38,9 +39,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message to answer.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer the prompt as a message.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest mass.")] = None,
@@ -87,16 +86,22 @@ async def _generate(
 ) -> None:
     metadata = bearer_metadata(read_token(token_file))
     painter = Painter()
+    is_line_open = False
     async with create_channel(address) as channel:
-        async for response in GenerationServiceStub(channel).Generate(request, metadata=metadata):
-            if as_json:
-                print(_json(response), flush=True)
-                continue
-            sys.stdout.write(painter.paint(response) if coloured else response.text)
-            sys.stdout.flush()
-            if response.HasField("finished"):
+        try:
+            stub = GenerationServiceStub(channel)
+            async for response in stub.Generate(request, metadata=metadata):
+                if as_json:
+                    print(_json(response), flush=True)
+                    continue
+                text = painter.paint(response) if coloured else response.text
+                print(text, end="", flush=True)
+                is_line_open = True
+        finally:  # also before the line that says what went wrong
+            if is_line_open:
                 print(flush=True)
-                print(statistics(response.finished), file=sys.stderr)
+    if not as_json:
+        print(statistics(response.finished), file=sys.stderr)
 
 
 async def _status(address: str, token_file: str, as_json: bool) -> None:
@@ -107,7 +112,7 @@ async def _status(address: str, token_file: str, as_json: bool) -> None:
     if as_json:
         print(_json(response))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(
         f"{response.model}, forerun {response.version}, up {response.uptime_s:.0f} s: "
         f"{response.num_running} running, {response.num_waiting} waiting, "
@@ -191,7 +196,10 @@ def statistics(finished: pb.Finished) -> str:
 
 
 def _table(response: cluster.GetStatusResponse) -> Table:
-    table = Table("replica", "kind", "address", "health", "sequences", "losses", "accepted", "note")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for header in ("replica", "kind", "address", "health", "slots", "losses", "accepted"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("note")
     for verifier in response.verifiers:
         table.add_row(*_row(verifier, "verifier", ""))
     for pool in response.drafter_pools:
@@ -204,17 +212,17 @@ def _table(response: cluster.GetStatusResponse) -> Table:
     return table
 
 
-def _row(replica: cluster.ReplicaStatus, kind: str, accepted: str) -> list[str]:
+def _row(replica: cluster.ReplicaStatus, kind: str, accepted: str) -> list[Text]:
     health = cluster.ReplicaHealth.Name(replica.health).removeprefix("REPLICA_HEALTH_")
     style = _HEALTH_STYLES.get(health, "default")
     limit = f"/{replica.max_sequences}" if replica.max_sequences else ""
     return [
-        replica.replica_id,
-        kind,
-        replica.address,
-        f"[{style}]{health.lower()}[/]",
-        f"{replica.num_sequences}{limit}",
-        str(replica.num_losses),
-        accepted,
-        replica.message,
+        Text(replica.replica_id),
+        Text(kind),
+        Text(replica.address),
+        Text(health.lower(), style),
+        Text(f"{replica.num_sequences}{limit}"),
+        Text(str(replica.num_losses)),
+        Text(accepted),
+        Text(replica.message),
     ]

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from core.config import DrafterPoolConfig, OrchestratorConfig
 from core.errors import HandshakeError, InvalidRequestError, ModelError, UnavailableError
 from core.types import ModelIdentity, Verdict, VerdictStatus, VerifierInfo, VerifyResult
+from orchestrator.controller import Controller
 from orchestrator.drafting import Drafting
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Replica
@@ -46,10 +47,14 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._streams: dict[int, Stream] = {}
         self._scheduler = Scheduler(
-            config.max_queue, config.draft_wait_ms / 1000, config.max_prefill_tokens
+            config.max_queue,
+            config.draft_wait_ms / 1000,
+            config.max_prefill_tokens,
+            Controller(config.adaptive_draft_length),
         )
+        cost = self._scheduler.controller.cost
         self._verifying = Verifying(
-            config, self._sequences, self._verdicts, self._orphans, self._pump
+            config, self._sequences, cost, self._verdicts, self._orphans, self._pump
         )
         self._drafting = Drafting(
             pools, config.default_pool, self._sequences, time.monotonic, self._pump

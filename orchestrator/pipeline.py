@@ -34,6 +34,32 @@ class Outcome:
     accepted: int
 
 
+class Acceptance:
+    """How likely a sequence's draft tokens are accepted, from its own recent history.
+
+    One number, the chance that a draft token is accepted when those before it were; steps without
+    a draft let it drift back to the optimistic start, so that drafting is tried again.
+    """
+
+    _START, _WEIGHT, _DRIFT = 0.6, 0.12, 0.01
+
+    def __init__(self) -> None:
+        self.rate = self._START
+
+    def observe(self, num_draft_tokens: int, accepted: int) -> None:
+        """Take in one verdict."""
+        if num_draft_tokens == 0:
+            self.rate += self._DRIFT * (self._START - self.rate)
+        for _ in range(accepted):
+            self.rate += self._WEIGHT * (1.0 - self.rate)
+        if accepted < num_draft_tokens:
+            self.rate -= self._WEIGHT * self.rate
+
+    def chance(self, j: int) -> float:
+        """Chance that the first `j` draft tokens are all accepted."""
+        return float(self.rate**j)
+
+
 class Sequence:
     """The state of one running request. `id` is unique for the orchestrator's lifetime."""
 
@@ -43,6 +69,7 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.stats = SpeculationStats()
+        self.acceptance = Acceptance()
         self.cached_prompt_tokens = 0
         # Verifier side.
         self.verifier: str | None = None
@@ -104,24 +131,24 @@ class Sequence:
             self.cached_prompt_tokens = 0
         return VerifyOpen(self.id, self.request.sampling, self.max_length)
 
-    def next_row(self, num_tokens: int) -> VerifyRow:
-        """The row to send now, at most `num_tokens` long (at least 1), and put it in flight."""
-        new = tuple(self.tokens[self.verified : self.verified + num_tokens])
+    def draft_at_hand(self) -> tuple[int, ...]:
+        """The draft for the known outcome, no longer than what may still be committed."""
+        branch = self.branches.get(self.outcome_key)
+        return branch.draft_token_ids[: self.num_remaining - 1] if branch else ()
+
+    def next_row(self, max_new: int, max_draft: int) -> VerifyRow:
+        """The row to send now, and put it in flight: at most `max_new` (at least 1) committed
+        tokens, and behind the last of them at most `max_draft` of the draft at hand."""
+        new = tuple(self.tokens[self.verified : self.verified + max_new])
         partial = self.verified + len(new) < len(self.tokens)
-        draft: tuple[int, ...] = ()
+        draft = () if partial else self.draft_at_hand()[:max_draft]
         if not partial:
-            draft = self._take_draft(num_tokens - len(new))
+            self._count_step(draft)
         self.row = VerifyRow(self.id, self.verified, new, draft, partial)
         return self.row
 
-    def _take_draft(self, limit: int) -> tuple[int, ...]:
-        branch = self.branches.get(self.outcome_key)
-        draft = branch.draft_token_ids[: min(limit, self.num_remaining - 1)] if branch else ()
-        self._count_step(branch, draft)
-        return draft
-
-    def _count_step(self, branch: Branch | None, draft: tuple[int, ...]) -> None:
-        stats = self.stats
+    def _count_step(self, draft: tuple[int, ...]) -> None:
+        stats, branch = self.stats, self.branches.get(self.outcome_key)
         stats.num_verify_steps += 1
         if branch is not None:
             stats.num_plan_hits += 1
@@ -139,7 +166,7 @@ class Sequence:
         if self.drafter is None:
             return "no_drafter"
         if branch is not None:
-            return "no_guess"
+            return "not_worth_it" if branch.draft_token_ids else "no_guess"
         return "late" if self.num_wanted else "last_token"
 
     def accept(self, verdict: Verdict) -> bool:
@@ -165,6 +192,7 @@ class Sequence:
         self.tokens.extend(token_ids)
         self.branches = {k: b for k, b in self.branches.items() if k == self.outcome_key}
         self.num_wanted = 0
+        self.acceptance.observe(len(row.draft_token_ids), accepted)
         self.impatient_rounds = max(0, self.impatient_rounds - 1)
         if row.draft_token_ids:
             histogram = self.stats.acceptance_histogram

@@ -20,7 +20,7 @@ class Replica:
         self.message = ""
         self.info: VerifierInfo | DrafterInfo | None = None
         self.sequences: set[int] = set()
-        self.in_flight: dict[int, tuple[int, ...]] = {}
+        self.in_flight: dict[int, int] = {}  # batch number -> its tokens
         self.num_losses = 0
         self.is_blocked = False
 

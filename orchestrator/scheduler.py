@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from core.errors import OverloadedError
 from core.types import VerifyRow
+from orchestrator.controller import Controller
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool
 
@@ -31,9 +32,17 @@ class Scheduler:
     max_queue: requests that may wait for a slot.
     patience_s: how long a row waits for its plan.
     max_prefill_tokens: prompt tokens beside decoding rows in one batch.
+    controller: chooses how much of each draft is verified.
     """
 
-    def __init__(self, max_queue: int, patience_s: float, max_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        max_queue: int,
+        patience_s: float,
+        max_prefill_tokens: int,
+        controller: Controller | None = None,
+    ) -> None:
+        self.controller = controller or Controller()
         self.max_queue = max_queue
         self.patience_s = patience_s
         self.max_prefill_tokens = max_prefill_tokens
@@ -82,16 +91,28 @@ class Scheduler:
                 sequence.give_up_plan()
         if deadlines:
             return Selection(wake_at=min(deadlines))
-        decoding = [s for s in idle if s.num_unverified == 1]
+        return Selection(self._fill(idle, budget))
+
+    def _fill(self, idle: list[Sequence], budget: int) -> tuple[VerifyRow, ...]:
+        """Rows in the order of importance: decoding, their drafts, then chunks of prompts."""
+        decoding = [s for s in idle if s.num_unverified == 1][:budget]
+        prompts = [s for s in idle if s.num_unverified > 1]
+        room = budget - len(decoding)
+        chunks: list[tuple[Sequence, int]] = []
+        prefill = min(room, self.max_prefill_tokens) if decoding else room
+        for sequence in prompts:
+            size = min(prefill, sequence.num_unverified)
+            if size > 0:
+                chunks.append((sequence, size))
+                prefill, room = prefill - size, room - size
+        drafts = [(s.acceptance, len(s.draft_at_hand())) for s in decoding]
+        num_tokens = budget - room
+        lengths = self.controller.allot(drafts, len(decoding) + len(chunks), num_tokens)
         rows = []
-        for sequence in decoding:
-            if budget < 1:
-                break
-            rows.append(sequence.next_row(budget))
-            budget -= rows[-1].num_tokens
-        room = min(budget, self.max_prefill_tokens) if rows else budget
-        for sequence in idle:
-            if sequence.num_unverified > 1 and room > 0:
-                rows.append(sequence.next_row(room))
-                room -= rows[-1].num_tokens
-        return Selection(tuple(rows))
+        for sequence, length in zip(decoding, lengths, strict=True):
+            rows.append(sequence.next_row(1, min(length, room)))
+            room -= len(rows[-1].draft_token_ids)
+        for sequence, size in chunks:
+            rows.append(sequence.next_row(size, room))
+            room -= len(rows[-1].draft_token_ids)
+        return tuple(rows)

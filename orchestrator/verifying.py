@@ -22,6 +22,7 @@ from core.types import (
     VerifyRow,
 )
 from orchestrator.clients import VerifierClient
+from orchestrator.controller import VerifyCost
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica
 from orchestrator.requests import Health, ReplicaSpec
@@ -34,7 +35,7 @@ _NO_SLOT_PAUSE_S = 0.25
 class Verifying:
     """All verifiers of one engine.
 
-    sequences: the engine's running sequences by id.
+    sequences: the engine's running sequences by id. cost: learns how long batches take.
     on_result: called with each result. on_orphans: called with sequences that lost their slot.
     on_change: called after a verifier came.
     """
@@ -43,6 +44,7 @@ class Verifying:
         self,
         config: OrchestratorConfig,
         sequences: Mapping[int, Sequence],
+        cost: VerifyCost,
         on_result: Callable[[VerifyResult], None],
         on_orphans: Callable[[list[Sequence]], None],
         on_change: Callable[[], None],
@@ -51,6 +53,7 @@ class Verifying:
         self.info: VerifierInfo | None = None
         self._config = config
         self._sequences = sequences
+        self._cost = cost
         self._on_result = on_result
         self._on_orphans = on_orphans
         self._on_change = on_change
@@ -89,7 +92,7 @@ class Verifying:
         opens = tuple(s.open() for s in sequences if not s.is_open)
         closes = tuple(self._closes.pop(replica.replica_id, ()))
         batch = VerifyBatch(next(self._batch_numbers), rows, opens, closes)
-        replica.in_flight[batch.batch] = tuple(s.id for s in sequences)
+        replica.in_flight[batch.batch] = sum(row.num_tokens for row in rows)
         self._clients[replica.replica_id].send(batch)
         loop = asyncio.get_running_loop()
         loop.call_later(self._config.verify_timeout_s, self._check_answered, replica, batch.batch)
@@ -129,7 +132,11 @@ class Verifying:
         self._on_change()
 
     def _result(self, replica: Replica, result: VerifyResult) -> None:
-        replica.in_flight.pop(result.batch, None)
+        num_tokens = replica.in_flight.pop(result.batch, 0)
+        num_tokens -= sum(verdict.cached_tokens for verdict in result.verdicts)
+        if num_tokens > 0 and result.timings.num_forwards == 1:
+            timings = result.timings
+            self._cost.observe(num_tokens, (timings.forward_ns + timings.sampling_ns) / 1e9)
         for failure in result.open_failures:
             self._open_failed(replica, failure)
         self._on_result(result)

@@ -88,9 +88,8 @@ def test_a_round_is_one_catch_up_and_k_minus_one_steps(model: CountingModel) -> 
     """Catching up row by row, or running a token twice, costs forwards: the price of a draft."""
     drafter = make(model)
     texts = {1: [1, 2, 3], 2: [4] * 10, 3: [5, 6]}
-    drafts = drafter.draft(
-        [DraftJob(s, t, k, GREEDY) for (s, t), k in zip(texts.items(), (3, 2, 1))]
-    )
+    lengths = {1: 3, 2: 2, 3: 1}
+    drafts = drafter.draft([DraftJob(s, t, lengths[s], GREEDY) for s, t in texts.items()])
     assert model.forwards == [[3, 10, 2], [1, 1], [1]]
     model.forwards.clear()
     texts[1] += [*drafts[0], 9]  # all accepted: the last draft and the target's token are new

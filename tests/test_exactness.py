@@ -38,7 +38,8 @@ async def stack(target: Path, tiny: TinyFactory) -> AsyncIterator[Stack]:
         pool("garbage", "test_garbage", target),
         pool("stale", "test_stale", target),
     ]
-    async with serving(target, pools) as running:
+    # Every draft is verified whole: the controller would soon leave the bad drafters' out.
+    async with serving(target, pools, adaptive_draft_length=False) as running:
         yield running
 
 
@@ -130,6 +131,19 @@ async def test_stops_inside_an_accepted_block(stack: Stack) -> None:
         )
         assert cut == text[: text.index(stop)] and finished.stop_string == stop
         assert got == ids[: len(got)] and finished.completion_tokens == len(got)
+
+
+async def test_adaptive_length_does_not_change_the_text(target: Path) -> None:
+    """Draft lengths follow measured times, so they differ from run to run: the text may not."""
+    pools = [pool("never_right", "test_never_right", target), pool("ngram", "ngram")]
+    async with serving(target, pools, adaptive_draft_length=True) as stack:
+        requests = [
+            make_request(p, 40, request_id=f"a{i}", drafter=("never_right", "ngram")[i % 2])
+            for i, p in enumerate(_prompts(8, seed=21))
+        ]
+        model = load_reference(target)
+        for request, (ids, _, _) in zip(requests, await _gather(stack, requests), strict=True):
+            assert ids == greedy_reference(model, request.prompt_token_ids, 40)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "padded", "mixtral", "gpt2", "qwen3"])

@@ -51,10 +51,9 @@ def append(cache: SlotCache, sequence: int, token_ids: list[int]) -> None:
 def verify(cache: SlotCache, truth: dict[int, list[int]]) -> None:
     """Every live sequence has its tokens, and every layer their K/V; live slots have no gaps."""
     cache.check()
-    placed = [sequence for sequence in truth if truth[sequence]]
-    places = cache.place(placed)
-    assert not places or max(places) - min(places) + 1 == len(set(places))
-    for sequence, slot in zip(placed, places, strict=True):
+    places = cache.place(list(truth))
+    assert not places or max(places) - min(places) + 1 == len(set(places)) == len(truth)
+    for sequence, slot in zip(truth, places, strict=True):
         tokens = truth[sequence]
         assert list(cache.token_ids(sequence)) == tokens
         for layer, spec in enumerate(cache.layers):
@@ -75,7 +74,7 @@ def test_random_lives_of_sequences(seed: int) -> None:
     truth: dict[int, list[int]] = {}
     gained = 0
     for step in range(150):
-        action = rng.choice(["open", "close", "append", "append", "truncate", "reuse"])
+        action = rng.choice(["open", "close", "append", "truncate", "reuse", "reuse"])
         sequence = rng.choice([*truth, step])
         if action == "open" or sequence not in truth:
             if len(truth) == SLOTS:
@@ -93,7 +92,8 @@ def test_random_lives_of_sequences(seed: int) -> None:
             cache.truncate(sequence, length)
             del truth[sequence][length:]
         else:
-            stem = rng.choice([s for s in stems if s[:4] == truth[sequence][:4]] or stems)
+            past = truth[sequence][:4]
+            stem = rng.choice([s for s in stems if s[: len(past)] == past] or stems)
             room = LENGTH - len(truth[sequence])
             tokens = stem[len(truth[sequence]) :][: rng.randint(1, 20)]
             if rng.random() < 0.3:
@@ -179,5 +179,5 @@ def test_the_oldest_prefix_is_evicted_first() -> None:
 def test_no_room_for_the_cache_is_one_clear_error() -> None:
     """Breaks when a cache that cannot fit ends the process, or fails later in mid-flight."""
     layer = LayerSpec(8, 128, 128, CPU, torch.float32, 0)
-    with pytest.raises(ModelError, match=r"needs 8796093022208000 bytes .*max_sequences 1000000"):
-        SlotCache([layer], 1_000_000, 1_073_741_824 // 1000 * 1000 + 824)
+    with pytest.raises(ModelError, match=r"needs 8589934592000000 bytes .*max_sequences 1000000"):
+        SlotCache([layer], 1_000_000, 1 << 20)

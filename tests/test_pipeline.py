@@ -12,10 +12,10 @@ def test_prompt_is_sent_in_chunks_and_drawn_from_only_once() -> None:
     sequence = make_sequence(prompt=(1, 2, 3, 4, 5))
     sequence.assign_verifier("v")
     sequence.open()
-    first = sequence.next_row(3)
+    first = sequence.next_row(3, 3)
     assert (first.position, first.new_token_ids, first.partial) == (0, (1, 2, 3), True)
     assert sequence.accept(Verdict(1, 3))
-    second = sequence.next_row(3)
+    second = sequence.next_row(3, 3)
     assert (second.position, second.new_token_ids, second.partial) == (3, (4, 5), False)
 
 
@@ -24,7 +24,7 @@ def test_position_advances_by_the_accepted_count() -> None:
     sequence = _running(accepted=2, draft=(7, 8, 9), verdict=(7, 8, 5))
     assert sequence.tokens[-3:] == [7, 8, 5]
     assert sequence.verified == len(sequence.tokens) - 1
-    row = sequence.next_row(10)
+    row = sequence.next_row(10, 10)
     assert (row.position, row.new_token_ids) == (len(sequence.tokens) - 1, (5,))
 
 
@@ -40,7 +40,7 @@ def test_plan_is_usable_only_for_its_own_outcome() -> None:
     assert sequence.stats.plan_misses["not_enumerated"] == 1
     right = Branch(1, 5, (20, 21))
     assert sequence.take_plan(Plan(1, 1, commit.base_length, (right,)), NUM_IDS)
-    assert sequence.next_row(10).draft_token_ids == (20, 21)
+    assert sequence.next_row(10, 10).draft_token_ids == (20, 21)
 
 
 def test_stale_and_late_plans_are_dropped_and_counted() -> None:
@@ -51,7 +51,7 @@ def test_stale_and_late_plans_are_dropped_and_counted() -> None:
     assert not sequence.take_plan(
         Plan(1, 1, commit.base_length - 1, (Branch(0, 5, (1,)),)), NUM_IDS
     )
-    sequence.next_row(10)
+    sequence.next_row(10, 10)
     assert not sequence.take_plan(Plan(1, 1, commit.base_length, (Branch(0, 5, (1,)),)), NUM_IDS)
     assert sequence.stats.plan_misses == {"stale": 1, "late": 2}
     assert sequence.stats.fallback_steps["late"] == 1
@@ -63,7 +63,7 @@ def test_ids_outside_the_vocabulary_never_reach_the_target() -> None:
     commit = sequence.commit_drafter((5,), 4, 0.0)
     plan = Plan(1, 1, commit.base_length, (Branch(0, 5, (1, NUM_IDS, 2)),))
     sequence.take_plan(plan, NUM_IDS)
-    assert sequence.next_row(10).draft_token_ids == (1,)
+    assert sequence.next_row(10, 10).draft_token_ids == (1,)
     assert sequence.stats.plan_misses["invalid_id"] == 1
 
 
@@ -78,18 +78,18 @@ def test_draft_never_exceeds_what_may_still_be_committed() -> None:
 def test_lost_verifier_is_rebuilt_from_the_committed_tokens() -> None:
     """Whatever was in flight is forgotten; the next row carries everything committed."""
     sequence = _running(accepted=1, draft=(7, 8), verdict=(7, 5))
-    sequence.next_row(10)
+    sequence.next_row(10, 10)
     sequence.forget_verifier()
     sequence.assign_verifier("other")
     sequence.open()
-    row = sequence.next_row(100)
+    row = sequence.next_row(100, 100)
     assert (row.position, list(row.new_token_ids)) == (0, sequence.tokens)
 
 
 def test_verdict_on_another_row_changes_nothing() -> None:
     """A late verdict (vllm#49620) must not be applied to the row that is in flight now."""
     sequence = _running(accepted=0, draft=(), verdict=(5,))
-    sequence.next_row(10)
+    sequence.next_row(10, 10)
     before = list(sequence.tokens)
     assert not sequence.accept(Verdict(1, 99, accepted=0, token_ids=(3,)))
     assert sequence.tokens == before and sequence.row is not None
@@ -155,7 +155,7 @@ def _round(
     base, known, token = sequence.outcome_key
     if draft:
         sequence.take_plan(Plan(1, 1, base, (Branch(known, token, draft),)), NUM_IDS)
-    row = sequence.next_row(100)
+    row = sequence.next_row(100, 100)
     position = row.position + len(row.new_token_ids)
     assert sequence.accept(Verdict(1, position, accepted=accepted, token_ids=verdict))
     sequence.commit(verdict, row, accepted)
@@ -166,5 +166,5 @@ def test_disabled_speculation_is_counted_as_such() -> None:
     """A request that wants no drafts must not be reported as a lost drafter."""
     sequence = Sequence(1, make_request(enabled=False))
     _first_token(sequence)
-    sequence.next_row(10)
+    sequence.next_row(10, 10)
     assert sequence.stats.fallback_steps == {"prompt": 1, "disabled": 1}

@@ -133,7 +133,7 @@ def _decoding(sequence_id: int) -> Sequence:
     sequence = make_sequence(sequence_id)
     sequence.assign_verifier("a")
     sequence.open()
-    row = sequence.next_row(100)
+    row = sequence.next_row(100, 100)
     sequence.row, sequence.verified = None, 3
     sequence.commit((4,), row, 0)
     sequence.open_drafter("d", 4, 0.0)

@@ -1,42 +1,33 @@
 """verifier_service.engine on tiny models: exact against transformers' generate, sturdy per row.
 
-The target is a tiny random fp32 model; what it should say comes from transformers. `Driver` plays
-the orchestrator for one sequence: it sends rows, checks what every verdict must satisfy, commits.
+The target is a tiny random fp32 model; what it should say comes from transformers.
 """
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from core.config import ModelConfig
 from core.model import RaggedModel
 from core.types import (
-    Rule,
     SamplingParams,
-    Verdict,
     VerdictStatus,
     VerifyBatch,
     VerifyOpen,
     VerifyRow,
 )
 from tests.tiny_models import EOS, VOCAB_SIZE, greedy_reference, load_reference
+from tests.verifying import (
+    COUPLED,
+    GREEDY,
+    NUM_NEW,
+    Driver,
+    drafters,
+    make_prompts,
+    model_config,
+    noise,
+)
 from verifier_service.engine import VerifierEngine
-
-NUM_NEW = 24
-GREEDY = SamplingParams()
-COUPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=11, rule=Rule.COUPLED)
-OK, INVALID = VerdictStatus.OK, VerdictStatus.INVALID
-
-Drafter = Callable[[Sequence[int], int], tuple[int, ...]]
-
-
-def make_engine(path: Path, **options: int) -> VerifierEngine:
-    limits = {"max_length": 128, "max_sequences": 4, "max_batch_tokens": 64} | options
-    return VerifierEngine(
-        RaggedModel.load(ModelConfig(model=str(path), device_map="cpu", **limits))
-    )
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +38,12 @@ def endless(tiny) -> Path:
 
 @pytest.fixture
 def engine(endless) -> VerifierEngine:
-    return make_engine(endless)
+    return VerifierEngine(RaggedModel.load(model_config(endless)))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = random.Random(5)
-    return [[rng.randrange(256) for _ in range(length)] for length in (1, 7, 20, 33)]
+    return make_prompts()
 
 
 @pytest.fixture(scope="module")
@@ -63,36 +53,6 @@ def truth(endless, prompts) -> list[list[int]]:
     return [
         greedy_reference(model, p, NUM_NEW, eos_token_id=None, pad_token_id=EOS) for p in prompts
     ]
-
-
-class Driver:
-    """One sequence: its committed tokens, and how many of them the verifier holds."""
-
-    def __init__(self, sequence: int, prompt: Sequence[int], drafter: Drafter, k: int) -> None:
-        self.sequence = sequence
-        self.tokens = list(prompt)
-        self.position = 0
-        self.accepted: list[int] = []
-        self._num_prompt = len(prompt)
-        self._drafter = drafter
-        self._k = k
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self._num_prompt :]
-
-    def row(self) -> VerifyRow:
-        draft = self._drafter(self.tokens, self._k)[: self._k] if self._k else ()
-        return VerifyRow(self.sequence, self.position, tuple(self.tokens[self.position :]), draft)
-
-    def apply(self, row: VerifyRow, verdict: Verdict) -> None:
-        assert verdict.status is OK, verdict.message
-        assert verdict.position == len(self.tokens)
-        assert len(verdict.token_ids) == verdict.accepted + 1
-        assert verdict.token_ids[:-1] == row.draft_token_ids[: verdict.accepted]
-        self.position = len(self.tokens) + verdict.accepted
-        self.tokens += verdict.token_ids
-        self.accepted.append(verdict.accepted)
 
 
 def run(
@@ -108,28 +68,6 @@ def run(
         for driver, row, verdict in zip(active, rows, result.verdicts, strict=True):
             driver.apply(row, verdict)
     engine.verify(stream, VerifyBatch(0, closes=tuple(d.sequence for d in drivers)))
-
-
-def oracle(full: Sequence[int], wrong_by: int = 0) -> Drafter:
-    """Drafts what will come, each id off by `wrong_by`."""
-    return lambda tokens, k: tuple(
-        (token + wrong_by) % 256 for token in full[len(tokens) : len(tokens) + k]
-    )
-
-
-def noise(seed: int, bound: int) -> Drafter:
-    rng = random.Random(seed)
-    return lambda tokens, k: tuple(rng.randrange(bound) for _ in range(rng.randrange(k + 1)))
-
-
-def drafters(kind: str, full: Sequence[int], index: int) -> Drafter:
-    return {
-        "perfect": oracle(full),
-        "random": noise(index, 4),
-        "never right": oracle(full, wrong_by=1),
-        "garbage": noise(index, VOCAB_SIZE),
-        "half right": lambda tokens, k: (*oracle(full)(tokens, k // 2), *noise(1, 256)(tokens, k)),
-    }[kind]
 
 
 @pytest.mark.parametrize("kind", ["perfect", "random", "never right", "garbage", "half right"])
@@ -209,7 +147,9 @@ def test_rollback_to_an_earlier_position(endless, engine, prompts, truth):
 
 def test_a_long_prompt_is_split_and_short_rows_ride_in_the_first_forward(endless, prompts):
     """Chunked prefill must not change the text, nor cost more forwards than tokens demand."""
-    engine = make_engine(endless, max_batch_tokens=16, max_length=256)
+    engine = VerifierEngine(
+        RaggedModel.load(model_config(endless, max_batch_tokens=16, max_length=256))
+    )
     long = [(7 * i) % 256 for i in range(70)]
     expected = greedy_reference(endless, long, 6, eos_token_id=None)
     opens = (VerifyOpen(1, GREEDY, 256), VerifyOpen(2, GREEDY, 256))
@@ -233,6 +173,10 @@ def test_partial_rows_cache_a_prompt_and_draw_nothing(engine, prompts, truth):
         chunk = VerifyRow(1, start, tuple(prompt[start : start + 12]), partial=True)
         (verdict,) = engine.verify(0, VerifyBatch(0, (chunk,), opens)).verdicts
         opens = ()
-        assert (verdict.status, verdict.position, verdict.token_ids) == (OK, start + 12, ())
+        assert (verdict.status, verdict.position, verdict.token_ids) == (
+            VerdictStatus.OK,
+            start + 12,
+            (),
+        )
     (verdict,) = engine.verify(0, VerifyBatch(0, (VerifyRow(1, 24, tuple(prompt[24:])),))).verdicts
     assert list(verdict.token_ids) == truth[3][:1]
