@@ -56,9 +56,7 @@ class EngineProcess:
             self._engine.close(sequence)
         return runs
 
-    def _our_step(
-        self, batch: int, prompt: torch.Tensor
-    ) -> tuple[list[int], Callable[[], float]]:
+    def _our_step(self, batch: int, prompt: torch.Tensor) -> tuple[list[int], Callable[[], float]]:
         assert self._engine is not None
         engine, context = self._engine, len(prompt)
         sequences = [next(self._sequences) for _ in range(batch)]

@@ -106,4 +106,6 @@ class Process:
     def _died(self) -> BenchError:
         log = LOGS / f"{self.name}.log"
         tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-8:]
-        return BenchError(f"{self.name} ended; {log.relative_to(ROOT)} ends with:\n" + "\n".join(tail))
+        return BenchError(
+            f"{self.name} ended; {log.relative_to(ROOT)} ends with:\n" + "\n".join(tail)
+        )

@@ -9,7 +9,6 @@ rules or services. Not thread-safe: one thread calls it.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -17,9 +16,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from core import model_facts
-from core.attention import AttentionOptions, ProbeContext, RaggedContext, Segment
+from core.attention import AttentionOptions, ProbeContext, RaggedContext
+from core.batch import BatchLimits, check_rows, lay_out
+from core.batch import Row as Row
 from core.config import ModelConfig
-from core.errors import InvalidRequestError, ModelError
+from core.errors import ModelError
 from core.kv_cache import SlotCache
 from core.packing import pack_linears
 from core.tokenizer import Tokenizer
@@ -31,17 +32,6 @@ _HARMLESS = {
     *("dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part of a forward: cut it to `position`, append `token_ids` (at least one),
-    and give the logits behind the last `num_logits` of them."""
-
-    sequence: int
-    position: int
-    token_ids: Sequence[int]
-    num_logits: int
 
 
 def _attention(
@@ -106,18 +96,24 @@ class RaggedModel:
         self.max_sequences = config.max_sequences
         self.max_batch_tokens = config.max_batch_tokens
         probe = ProbeContext()
-        with torch.inference_mode():
-            logits = self._run([0, 0], [0, 1], [1], probe)
+        try:
+            with torch.inference_mode():
+                self.vocab_size = self._run([0, 0], [0, 1], [1], probe).shape[1]
+        except ModelError:
+            raise
+        except Exception as error:  # the boundary to the library's model code
+            raise ModelError(f"model: {text.model_type} does not run: {error}") from error
         model_facts.check_layers(model, text, probe.options)
         self.cache = SlotCache(probe.layers, config.max_sequences, self.max_length)
-        self.vocab_size = int(logits.shape[-1])
+        self._limits = BatchLimits(config.max_batch_tokens, self.max_length, self.vocab_size)
         tokenizer = _load_tokenizer(config)
         self.tokenizer_size = min(self.vocab_size, tokenizer.size if tokenizer else self.vocab_size)
         fingerprint = tokenizer.fingerprint if tokenizer else ""
         self.identity = ModelIdentity(config.model, self.vocab_size, fingerprint)
         self.eos_token_ids = model_facts.eos_token_ids(text, model.generation_config)
         self.default_sampling = model_facts.default_sampling(model.generation_config)
-        if logits.device.type != "cpu":  # so that a forward of any size fits from now on
+        self._check_attention(text)
+        if self._device.type != "cpu":  # so that a forward of any size fits from now on
             self._rehearse()
 
     @classmethod
@@ -140,7 +136,10 @@ class RaggedModel:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=config.dtype, attn_implementation=_ATTENTION, **placement, **options
             )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except KeyError as error:  # old model code picks its attention from a list of its own
+            reason = "its attention cannot be replaced" if _ATTENTION in error.args else repr(error)
+            raise ModelError(f"model: {config.model} cannot be loaded: {reason}") from error
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise ModelError(f"model: {config.model} cannot be loaded: {error}") from error
         model.eval()
         hook = getattr(model, "_hf_hook", None)
@@ -183,29 +182,13 @@ class RaggedModel:
         head's device. Raises InvalidRequestError, with nothing changed, for a row that does not
         fit; after any other error the rows are as if cut to their positions.
         """
-        self._check_rows(rows)
+        check_rows(rows, self.cache, self._limits)
         for row in rows:
             self.cache.truncate(row.sequence, row.position)
         slots = self.cache.place([row.sequence for row in rows])
-        segments = [
-            Segment(slot, row.position, len(row.token_ids))
-            for slot, row in zip(slots, rows, strict=True)
-        ]
-        order = sorted(range(len(rows)), key=lambda i: (segments[i].is_long, segments[i].slot))
-        token_ids: list[int] = []
-        positions: list[int] = []
-        ends = [0] * len(rows)
-        for i in order:
-            token_ids += rows[i].token_ids
-            positions += range(segments[i].start, segments[i].stop)
-            ends[i] = len(token_ids)
-        keep = [
-            token
-            for end, row in zip(ends, rows, strict=True)
-            for token in range(end - row.num_logits, end)
-        ]
-        context = RaggedContext(self.cache, [segments[i] for i in order])
-        logits = self._run(token_ids, positions, keep, context)
+        layout = lay_out(rows, slots)
+        context = RaggedContext(self.cache, layout.segments)
+        logits = self._run(layout.token_ids, layout.positions, layout.logit_indices, context)
         for row in rows:
             self.cache.extend(row.sequence, row.token_ids)
         return logits
@@ -215,7 +198,7 @@ class RaggedModel:
         token_ids: list[int],
         positions: list[int],
         keep: list[int],
-        context: RaggedContext | ProbeContext,
+        context: RaggedContext | ProbeContext | None,
     ) -> Tensor:
         inputs = torch.tensor([token_ids, positions]).to(self._device)
         # The index stays on the CPU, which serves a head on any device. Heads need one row.
@@ -224,31 +207,36 @@ class RaggedModel:
             position_ids=inputs[1:],
             use_cache=False,
             logits_to_keep=torch.tensor(keep or [0]),
-            forerun_context=context,
+            **({} if context is None else {"forerun_context": context}),
         ).logits
         kept: Tensor = logits[0, : len(keep)].float()
         return kept
 
-    def _check_rows(self, rows: Sequence[Row]) -> None:
-        if len({row.sequence for row in rows}) < len(rows):
-            raise InvalidRequestError("rows", "a sequence appears twice")
-        if sum(len(row.token_ids) for row in rows) > self.max_batch_tokens:
-            raise InvalidRequestError("rows", f"more than {self.max_batch_tokens} tokens")
-        for row in rows:
-            name = f"rows[{row.sequence}]"
-            count = len(row.token_ids)
-            if not self.cache.is_open(row.sequence):
-                raise InvalidRequestError(name, "the sequence is not open")
-            if not 0 <= row.position <= self.length(row.sequence):
-                raise InvalidRequestError(f"{name}.position", "beyond the cached tokens")
-            if not 1 <= count <= self.max_length - row.position:
-                raise InvalidRequestError(
-                    f"{name}.token_ids", f"none, or over {self.max_length} with those before"
-                )
-            if min(row.token_ids) < 0 or max(row.token_ids) >= self.vocab_size:
-                raise InvalidRequestError(f"{name}.token_ids", f"not below {self.vocab_size}")
-            if not 0 <= row.num_logits <= count:
-                raise InvalidRequestError(f"{name}.num_logits", "more than tokens")
+    def _check_attention(self, text: Any) -> None:
+        """Compare with the library's own attention on a few tokens. Raises ModelError.
+
+        Some model code does more around attention than it tells; nothing else would notice. The
+        limit is far above what rounding does, and far below what a wrong attention does.
+        """
+        count = min(16, self.max_length)
+        token_ids = [(7 * i * i + 3 * i) % self.vocab_size for i in range(count)]
+        self.open(0)
+        ours = [
+            self.forward([Row(0, 0, token_ids[:-2], count - 2)]),
+            self.forward([Row(0, count - 2, token_ids[-2:], 2)]),
+        ]
+        self.truncate(0, 0)
+        self.close(0)
+        text._attn_implementation = "eager"
+        try:
+            theirs = self._run(token_ids, [*range(count)], [*range(count)], None)
+        finally:
+            text._attn_implementation = _ATTENTION
+        difference = (torch.cat(ours) - theirs).abs().mean().item()
+        if not difference <= 0.25 * theirs.std().item():
+            raise ModelError(
+                f"model: {text.model_type} does more around attention than forerun knows"
+            )
 
     def _rehearse(self) -> None:
         """Run the largest forwards there can be, one long row and many short ones."""

@@ -46,8 +46,9 @@ def check_layers(model: Any, text: Any, options: Mapping[int, AttentionOptions])
 
 def _unserved(model_type: str, layer_type: str) -> str:
     return (
-        f"model: {model_type} has {layer_type} layers; only attention layers whose K/V can be "
-        f"rolled back are served ({', '.join(_SERVED_LAYER_TYPES)})"
+        f"model: {model_type} has {layer_type} layers, which cannot be served: only attention that "
+        f"goes through transformers' attention interface ({', '.join(_SERVED_LAYER_TYPES)}), since "
+        f"other state cannot be rolled back"
     )
 
 

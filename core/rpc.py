@@ -13,6 +13,7 @@ A frozen peer answers no ping: the connection is given up after 2 s of silence a
 (`grpc.http2.ping_timeout_ms` decides, `keepalive_timeout_ms` alone does not).
 """
 
+import asyncio
 import contextlib
 import hmac
 import inspect
@@ -83,18 +84,21 @@ class RunningServer:
         self,
         server: grpc.aio.Server,
         health_servicer: health.aio.HealthServicer,
+        boundary: "_Boundary",
         address: str,
         on_stop: Callable[[], Awaitable[None]] | None,
     ) -> None:
         self.address = address
         self._server = server
         self._health = health_servicer
+        self._boundary = boundary
         self._on_stop = on_stop
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Drain: health says NOT_SERVING, new calls are refused, running ones get `grace_s`."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        await self._boundary.wait_for_handlers()
         if self._on_stop is not None:
             on_stop, self._on_stop = self._on_stop, None
             await on_stop()
@@ -122,7 +126,8 @@ async def create_server(
     on_stop: awaited once, when no call runs any more.
     Raises ConfigError that names host and port when they cannot be listened on.
     """
-    server = grpc.aio.server(interceptors=[_Boundary(auth_token)], options=_SERVER_OPTIONS)
+    boundary = _Boundary(auth_token)
+    server = grpc.aio.server(interceptors=[boundary], options=_SERVER_OPTIONS)
     add_servicers(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -140,7 +145,7 @@ async def create_server(
     await server.start()
     for name in ("", *service_names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RunningServer(server, health_servicer, f"{netloc}:{bound}", on_stop)
+    return RunningServer(server, health_servicer, boundary, f"{netloc}:{bound}", on_stop)
 
 
 def configure_logging(level: str = "INFO", *, json: bool = False) -> None:
@@ -151,7 +156,10 @@ def configure_logging(level: str = "INFO", *, json: bool = False) -> None:
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            exception_formatter=structlog.dev.plain_traceback,  # rich would print local values
+        )
     )
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -172,6 +180,13 @@ class _Boundary(grpc.aio.ServerInterceptor):
 
     def __init__(self, auth_token: str) -> None:
         self._token = auth_token
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    async def wait_for_handlers(self) -> None:
+        """Return when no handler runs any more: grpc does not wait for those it cancels."""
+        handlers = self._handlers - {asyncio.current_task()}
+        if handlers:
+            await asyncio.wait(handlers)
 
     async def intercept_service(
         self,
@@ -185,7 +200,7 @@ class _Boundary(grpc.aio.ServerInterceptor):
         authorized = self._authorized(handler_call_details)
 
         def guard(context: Any) -> contextlib.AbstractAsyncContextManager[None]:
-            return _guard(context, method, authorized)
+            return self._guard(context, method, authorized)
 
         if not handler.response_streaming:
             behaviour = handler.stream_unary or handler.unary_unary
@@ -214,6 +229,25 @@ class _Boundary(grpc.aio.ServerInterceptor):
             given.encode(), f"Bearer {self._token}".encode()
         )
 
+    @contextlib.asynccontextmanager
+    async def _guard(self, context: Any, method: str, authorized: bool) -> AsyncIterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+        try:
+            if not authorized:
+                raise errors.UnauthenticatedError("this server needs a valid bearer token")
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except errors.ForerunError as error:
+            await _abort(context, error)
+        except Exception:  # the boundary: nothing of an unforeseen error may reach the client
+            error_id = secrets.token_hex(8)
+            _log.exception("call_failed", method=method, error_id=error_id)
+            await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; see the log")
+
 
 _Guard = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 
@@ -240,22 +274,6 @@ def _guarded_stream(behaviour: Any, guard: _Guard) -> Any:
                     await context.write(response)
 
     return call
-
-
-@contextlib.asynccontextmanager
-async def _guard(context: Any, method: str, authorized: bool) -> AsyncIterator[None]:
-    try:
-        if not authorized:
-            raise errors.UnauthenticatedError("this server needs a valid bearer token")
-        yield
-    except grpc.aio.AbortError:
-        raise
-    except errors.ForerunError as error:
-        await _abort(context, error)
-    except Exception:  # the boundary: nothing of an unforeseen error may reach the client
-        error_id = secrets.token_hex(8)
-        _log.exception("call_failed", method=method, error_id=error_id)
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; see the log")
 
 
 async def _abort(context: Any, error: errors.ForerunError) -> None:

@@ -17,7 +17,7 @@ import grpc
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationServiceStub
 
-RETRIES = 5
+RETRIES = 30
 RETRY_AFTER_S = 1.0
 
 

@@ -112,15 +112,18 @@ async def _status(address: str, token_file: str, as_json: bool) -> None:
     if as_json:
         print(_json(response))
         return
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     console.print(
         f"{response.model}, forerun {response.version}, up {response.uptime_s:.0f} s: "
         f"{response.num_running} running, {response.num_waiting} waiting, "
         f"{response.num_finished} finished, {response.num_completion_tokens} tokens generated",
-        highlight=False,
         markup=False,
     )
     console.print(_table(response))
+    pools = [pool.replicas for pool in response.drafter_pools]
+    for replica in itertools.chain(response.verifiers, *pools):
+        if replica.message:
+            console.print(f"{replica.replica_id}: {replica.message}", markup=False)
 
 
 def _run(main: Coroutine[Any, Any, None], address: str) -> None:
@@ -199,7 +202,6 @@ def _table(response: cluster.GetStatusResponse) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for header in ("replica", "kind", "address", "health", "slots", "losses", "accepted"):
         table.add_column(header, no_wrap=True)
-    table.add_column("note")
     for verifier in response.verifiers:
         table.add_row(*_row(verifier, "verifier", ""))
     for pool in response.drafter_pools:
@@ -208,7 +210,7 @@ def _table(response: cluster.GetStatusResponse) -> Table:
         for replica in pool.replicas:
             table.add_row(*_row(replica, pool.kind, share))
         if not pool.replicas:
-            table.add_row(pool.pool, pool.kind, "", "none", "", "", share, "the pool is empty")
+            table.add_row(pool.pool, pool.kind, "", "empty", "", "", share)
     return table
 
 
@@ -224,5 +226,4 @@ def _row(replica: cluster.ReplicaStatus, kind: str, accepted: str) -> list[Text]
         Text(f"{replica.num_sequences}{limit}"),
         Text(str(replica.num_losses)),
         Text(accepted),
-        Text(replica.message),
     ]

@@ -103,6 +103,7 @@ async def test_status(server: RunningServer):
     """The operator sees what is lost; scripts see the same."""
     code, out, _ = await run("status", "--address", server.address)
     assert code == 0 and "tiny, forerun" in out and "lost" in out and "1/8" in out
+    assert "drafter-0: gone" in out
     _, out, _ = await run("status", "--json", "--address", server.address)
     assert json.loads(out)["drafter_pools"][0]["replicas"][0]["num_losses"] == 3
 

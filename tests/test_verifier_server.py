@@ -265,11 +265,32 @@ async def test_metrics_count_what_was_verified(stub, registry, answer):
         assert registry.get_sample_value(f"forerun_{name}_total", labels) == value, name
 
 
-async def test_a_missing_model_is_one_clear_error(tmp_path):
-    """`forerun verifier` must say what is wrong with the path, and leave no thread behind."""
-    with pytest.raises(ModelError, match="no-such-model"):
-        await serve_verifier(model_config(tmp_path / "no-such-model"), VerifierConfig())
+async def test_stop_ends_streams_and_leaves_nothing(target, registry, monkeypatch):
+    """Ctrl-C while a forward runs: the stream ends, the forward finishes, the thread goes."""
+    running = await serve_verifier(model_config(target), VerifierConfig(), registry)
+    async with create_channel(running.address) as channel:
+        stream = Stream(VerifierServiceStub(channel))
+        with held_target(monkeypatch) as (begun, _):
+            await stream.send(prompt_batch())
+            while not begun:
+                await asyncio.sleep(0.005)
+            stop = asyncio.create_task(running.stop())
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stream.receive()
+        await stop
+    assert registry.get_sample_value("forerun_verifier_open_sequences") == 0
+    check_no_worker_lives()
+
+
+def check_no_worker_lives() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("verifier"):
             thread.join(30)
             assert not thread.is_alive()
+
+
+async def test_a_missing_model_is_one_clear_error(tmp_path):
+    """`forerun verifier` must say what is wrong with the path, and leave no thread behind."""
+    with pytest.raises(ModelError, match="no-such-model"):
+        await serve_verifier(model_config(tmp_path / "no-such-model"), VerifierConfig())
+    check_no_worker_lives()

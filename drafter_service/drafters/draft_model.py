@@ -144,7 +144,7 @@ class DraftModelDrafter(Drafter):
         logits = self._model.forward(rows)  # [len(drawing), vocab_size]
         if drawing:
             params = [draft.job.sampling for draft in drawing]
-            positions = [self._length(draft.job) + 1 for draft in drawing]
+            positions = [self._length(draft.job) for draft in drawing]
             token_ids = draw(logits, params, positions, self._model.tokenizer_size)
             for draft, token_id in zip(drawing, token_ids.tolist(), strict=True):
                 draft.add(token_id)

@@ -1,0 +1,170 @@
+"""Rows of the whole system: tokens per second through gRPC against transformers' `generate`.
+
+The same prompts on both sides, greedy, end tokens ignored, so equally many tokens. "8 clients" are
+eight calls at once against one left-padded batch; "1 client" is one prompt after the other.
+"""
+
+import time
+from collections.abc import Sequence
+
+from benchmarks.context import Bench
+from benchmarks.processes import BenchError
+from benchmarks.prompts import CHAT, GROUNDED, MIXED
+from benchmarks.registry import Measurement, row
+from benchmarks.stack import Generation
+
+_LOOKUPS = (2, 3, 5, 8, 10)
+
+
+async def _eight(bench: Bench, tasks: Sequence[str], drafter: str) -> Measurement:
+    """Eight clients at once against `generate` on the batch."""
+    stack, peer = await bench.stack(), await bench.peer()
+    num_tokens = bench.scale.num_new_tokens
+    seen: list[Generation] = []
+
+    async def ours(prompts: list[list[int]]) -> float:
+        seconds, generations = await stack.generate_all(prompts, num_tokens, drafter)
+        seen.extend(generations)
+        return len(prompts) * num_tokens / seconds
+
+    async def theirs(prompts: list[list[int]]) -> float:
+        result = await peer.call("generate", prompts=prompts, max_new_tokens=num_tokens)
+        return _checked(result["token_ids"], num_tokens) / float(result["seconds"])
+
+    runs = await bench.in_turns(tasks, ours, theirs)
+    return Measurement(*runs, _notes(seen))
+
+
+async def _one(bench: Bench, tasks: Sequence[str], drafter: str, lookup: int = 0) -> Measurement:
+    """One client, prompt after prompt, in turns with `generate` on the same prompt."""
+    stack, peer = await bench.stack(), await bench.peer()
+    num_tokens = bench.scale.num_new_tokens
+    ours: list[float] = []
+    theirs: list[float] = []
+    seen: list[Generation] = []
+    for _ in range(bench.scale.num_runs):
+        seconds = [0.0, 0.0]
+        for prompt in bench.fresh(tasks):
+            begin = time.perf_counter()
+            seen.append(await stack.generate(prompt, num_tokens, drafter))
+            seconds[0] += time.perf_counter() - begin
+            seconds[1] += await _lookup_seconds(bench, [prompt], lookup)
+        ours.append(len(tasks) * num_tokens / seconds[0])
+        theirs.append(len(tasks) * num_tokens / seconds[1])
+    return Measurement(ours, theirs, _notes(seen))
+
+
+async def _lookup_seconds(bench: Bench, prompts: Sequence[Sequence[int]], lookup: int) -> float:
+    """Seconds of the peer, prompt after prompt, with prompt lookup unless `lookup` is 0."""
+    peer = await bench.peer()
+    num_tokens = bench.scale.num_new_tokens
+    seconds = 0.0
+    for prompt in prompts:
+        result = await peer.call(
+            "generate",
+            prompts=[prompt],
+            max_new_tokens=num_tokens,
+            prompt_lookup_num_tokens=lookup,
+        )
+        _checked(result["token_ids"], num_tokens)
+        seconds += float(result["seconds"])
+    return seconds
+
+
+def _checked(token_ids: list[list[int]], num_tokens: int) -> int:
+    """The number of tokens. Raises BenchError if a text is shorter: the sides would differ."""
+    if any(len(ids) != num_tokens for ids in token_ids):
+        raise BenchError(f"generate gave {[len(ids) for ids in token_ids]}, not {num_tokens}")
+    return len(token_ids) * num_tokens
+
+
+def _notes(generations: Sequence[Generation]) -> list[str]:
+    steps = drafted = accepted = rounds = tokens = cached = 0
+    for generation in generations:
+        stats, usage = generation.finished.speculation, generation.finished.usage
+        steps += stats.num_spec_steps
+        drafted += stats.num_draft_tokens
+        accepted += stats.num_accepted_draft_tokens
+        rounds += stats.num_verify_steps
+        tokens += usage.completion_tokens
+        cached += usage.cached_prompt_tokens
+    notes = [f"{tokens / max(1, rounds):.2f} tokens per round, {cached} prompt tokens reused"]
+    if steps:
+        notes.append(
+            f"{steps / rounds:.0%} of rounds drafted, {drafted / steps:.1f} tokens each, "
+            f"{accepted / drafted:.0%} accepted"
+        )
+    return notes
+
+
+@row("plain_8_clients", unit="tokens/s", at_least=1.4)
+async def plain_8_clients(bench: Bench) -> Measurement:
+    """Continuous batching alone."""
+    return await _eight(bench, CHAT, drafter="")
+
+
+@row("ngram_8_clients_mixed", unit="tokens/s", at_least=1.5)
+async def ngram_8_clients_mixed(bench: Bench) -> Measurement:
+    """Prompt lookup where it finds little."""
+    return await _eight(bench, CHAT, bench.pool("ngram"))
+
+
+@row("ngram_8_clients_grounded", unit="tokens/s", at_least=1.9)
+async def ngram_8_clients_grounded(bench: Bench) -> Measurement:
+    """Prompt lookup where answers repeat their input."""
+    return await _eight(bench, GROUNDED, bench.pool("ngram"))
+
+
+@row("ngram_1_client", unit="tokens/s", at_least=1.4)
+async def ngram_1_client(bench: Bench) -> Measurement:
+    """Prompt lookup against transformers' own, at the draft length that suits it best."""
+    prompts = bench.fresh(MIXED)
+    lookups = _LOOKUPS if bench.scale.num_runs > 1 else _LOOKUPS[:1]
+    seconds = {n: await _lookup_seconds(bench, prompts, n) for n in lookups}
+    best = min(seconds, key=seconds.__getitem__)
+    tokens = len(prompts) * bench.scale.num_new_tokens
+    speeds = ", ".join(f"{n}: {tokens / seconds[n]:.1f}" for n in lookups)
+    measured = await _one(bench, MIXED, bench.pool("ngram"), best)
+    note = f"generate(prompt_lookup_num_tokens={best}) is its best (tokens/s: {speeds})"
+    return Measurement(measured.ours, measured.peer, [note, *measured.notes])
+
+
+@row("plain_1_client", unit="tokens/s")
+async def plain_1_client(bench: Bench) -> Measurement:
+    """One client without drafts against plain `generate`."""
+    return await _one(bench, MIXED[:4], drafter="")
+
+
+@row("draft_model_1_client", unit="tokens/s")
+async def draft_model_1_client(bench: Bench) -> Measurement:
+    """One client with the pool of a small model against plain `generate`."""
+    return await _one(bench, MIXED[:4], bench.pool("draft_model"))
+
+
+@row("greedy_texts_equal", unit="texts")
+async def greedy_texts_equal(bench: Bench) -> Measurement:
+    """How many drafted texts equal `generate`'s; in bf16 a near tie may part them."""
+    stack, peer = await bench.stack(), await bench.peer()
+    num_tokens = bench.scale.num_new_tokens
+    notes = []
+    prompts = bench.fresh(MIXED)
+    for number, prompt in enumerate(prompts):
+        generation = await stack.generate(prompt, num_tokens, bench.pool("ngram"), ids=True)
+        result = await peer.call("generate", prompts=[prompt], max_new_tokens=num_tokens)
+        ours, theirs = generation.token_ids, result["token_ids"][0]
+        if ours != theirs:
+            at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+            margin = await peer.call("margin", token_ids=prompt + ours[:at])
+            notes.append(f"text {number} parts at token {at}: top-two margin {margin:.3f}")
+    return Measurement([len(prompts) - len(notes)], [len(prompts)], notes)
+
+
+ROWS = (
+    plain_8_clients,
+    ngram_1_client,
+    ngram_8_clients_mixed,
+    ngram_8_clients_grounded,
+    plain_1_client,
+    draft_model_1_client,
+    greedy_texts_equal,
+)

@@ -1,0 +1,96 @@
+"""A batch of rows and how its tokens are laid out for one ragged forward.
+
+A row is one sequence's part: cut it to a position, append tokens, give the last logits. The tokens
+of all rows lie one behind the other in the order that attention wants. Knows nothing of models or
+tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.attention import Segment
+from core.errors import InvalidRequestError
+from core.kv_cache import SlotCache
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a forward: cut it to `position`, append `token_ids` (at least one),
+    and give the logits behind the last `num_logits` of them."""
+
+    sequence: int
+    position: int
+    token_ids: Sequence[int]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a forward may hold: tokens in all, tokens of a sequence, ids of the vocabulary."""
+
+    max_batch_tokens: int
+    max_length: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """The tokens of a batch, `[T]` each, and the indices among them of the wanted logits."""
+
+    token_ids: list[int]
+    positions: list[int]
+    segments: list[Segment]
+    logit_indices: list[int]
+
+
+def check_rows(rows: Sequence[Row], cache: SlotCache, limits: BatchLimits) -> None:
+    """Raise InvalidRequestError, naming the row, unless all rows can be run together."""
+    if len({row.sequence for row in rows}) < len(rows):
+        raise InvalidRequestError("rows", "a sequence appears twice")
+    if sum(len(row.token_ids) for row in rows) > limits.max_batch_tokens:
+        raise InvalidRequestError("rows", f"more than {limits.max_batch_tokens} tokens in all")
+    for row in rows:
+        name, count = f"rows[{row.sequence}]", len(row.token_ids)
+        if not cache.is_open(row.sequence):
+            raise InvalidRequestError(name, "the sequence is not open")
+        cached = len(cache.token_ids(row.sequence))
+        if not 0 <= row.position <= cached:
+            raise InvalidRequestError(
+                f"{name}.position", f"{row.position} is beyond the {cached} cached tokens"
+            )
+        if not 1 <= count <= limits.max_length - row.position:
+            raise InvalidRequestError(
+                f"{name}.token_ids",
+                f"{count} tokens at position {row.position}; the context has {limits.max_length}",
+            )
+        if min(row.token_ids) < 0 or max(row.token_ids) >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"{name}.token_ids", f"ids must be in 0..{limits.vocab_size - 1}"
+            )
+        if not 0 <= row.num_logits <= count:
+            raise InvalidRequestError(f"{name}.num_logits", f"must be in 0..{count}")
+
+
+def lay_out(rows: Sequence[Row], slots: Sequence[int]) -> BatchLayout:
+    """Order the rows, in these `slots`, by length class and slot, as RaggedContext needs them.
+
+    `logit_indices` keep the order of `rows`.
+    """
+    segments = [
+        Segment(slot, row.position, len(row.token_ids))
+        for slot, row in zip(slots, rows, strict=True)
+    ]
+    order = sorted(range(len(rows)), key=lambda i: (segments[i].is_long, segments[i].slot))
+    token_ids: list[int] = []
+    positions: list[int] = []
+    ends = [0] * len(rows)
+    for i in order:
+        token_ids += rows[i].token_ids
+        positions += range(segments[i].start, segments[i].stop)
+        ends[i] = len(token_ids)
+    logit_indices = [
+        index
+        for end, row in zip(ends, rows, strict=True)
+        for index in range(end - row.num_logits, end)
+    ]
+    return BatchLayout(token_ids, positions, [segments[i] for i in order], logit_indices)
