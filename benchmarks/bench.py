@@ -2,9 +2,9 @@
 
     python benchmarks/bench.py [--rows PATTERN] [--config FILE] [--output FILE] [--quick]
 
-Rows are listed by the modules in `ROWS`; to add one, write a function with `@row` in one of them (or
-in a new module) and put it into the module's own `ROWS`. A missed mark is told, not punished: the
-exit code is 0 unless a row could not be measured. See docs/benchmarks.md.
+Rows are listed by the modules in `ROWS`; to add one, write a function with `@row` in one of them
+(or in a new module) and put it into the module's own `ROWS`. A missed mark is told, not punished:
+the exit code is 0 unless a row could not be measured. See docs/benchmarks.md.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def main() -> None:
         sys.exit("bench: interrupted; everything is stopped")
     facts = machine()
     write_json(outcomes, facts, options.output)
-    print_table(outcomes, facts, Console())
+    # Wide enough for every column, into a file too.
+    print_table(outcomes, facts, Console(width=max(110, console.width)))
     sys.exit(1 if any(outcome.measurement is None for outcome in outcomes) else 0)
 
 

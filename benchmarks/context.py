@@ -91,7 +91,7 @@ class Bench:
     def fresh(self, tasks: Sequence[str]) -> list[list[int]]:
         """Ids of one conversation per task, new at each call.
 
-        A number in front sees to it that no earlier run's prefix can be reused: the peer keeps none.
+        A number in front sees to it that no earlier run's prefix is reused: the peer keeps none.
         """
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.load(self.config.target.model)

@@ -1,4 +1,4 @@
-"""The peer: the stock transformers model and its `generate`, alone in a process on the target's core.
+"""The peer: the stock transformers model and its `generate`, alone on the target's core.
 
 Greedy, end tokens ignored (the generation config has none), so that both sides produce equally
 many tokens. A list of prompts is one left-padded batch, as `generate` wants it. Knows nothing of

@@ -19,38 +19,42 @@ CHAT: Final = (
 )
 
 _HARBOUR = """\
-The harbour of Vessby was built in 1821, when the old landing place had silted up. Two stone piers,
-each 240 metres long, protect it from the westerly storms. Until 1905 its trade was salted herring,
-which went to Hamburg and Riga in oak barrels. When the herring stayed away, the town council bought
-a steam dredger, deepened the basin to six metres, and leased the northern quay to a shipyard. The
-shipyard built 112 coastal steamers before it closed in 1958. Today the harbour has 85 berths for
-sailing boats, a fish market on Thursdays, and a museum in the former barrel store. The museum shows
-the tools of the coopers, a model of the steam dredger, and the log books of the harbour masters."""
+The harbour of Vessby was built in 1821, when the old landing place had silted up. Two stone
+piers, each 240 metres long, protect it from the westerly storms. Until 1905 its trade was
+salted herring, which went to Hamburg and Riga in oak barrels. When the herring stayed away,
+the town council bought a steam dredger, deepened the basin to six metres, and leased the
+northern quay to a shipyard. The shipyard built 112 coastal steamers before it closed in 1958.
+Today the harbour has 85 berths for sailing boats, a fish market on Thursdays, and a museum in
+the former barrel store. The museum shows the tools of the coopers, a model of the steam
+dredger, and the log books of the harbour masters."""
 
 _BEES = """\
-Bumblebees live in small colonies of fifty to four hundred animals. In spring the queen, who has
-slept through the winter under leaves or in loose soil, looks for a nest: an empty mouse hole, a bird
-box, or a tuft of dry grass. She builds a pot of wax and fills it with nectar, so that she can stay
-on her first eggs when it rains. After three weeks the first workers hatch and take over the search
-for pollen and nectar. Because bumblebees warm their flight muscles by shivering, they fly at five
-degrees, when honeybees still stay at home. In late summer the colony raises young queens and drones.
-The old queen, the workers and the drones die with the first frost; only the young queens survive."""
+Bumblebees live in small colonies of fifty to four hundred animals. In spring the queen, who
+has slept through the winter under leaves or in loose soil, looks for a nest: an empty mouse
+hole, a bird box, or a tuft of dry grass. She builds a pot of wax and fills it with nectar, so
+that she can stay on her first eggs when it rains. After three weeks the first workers hatch
+and take over the search for pollen and nectar. Because bumblebees warm their flight muscles by
+shivering, they fly at five degrees, when honeybees still stay at home. In late summer the
+colony raises young queens and drones. The old queen, the workers and the drones die with the
+first frost; only the young queens survive."""
 
 _MINUTES = """\
-Minutes of the meeting of the garden association, 14 March. Present: Anna Berg, Tomas Lind, Priya
-Nair, Oskar Holm. The water pump by plot 12 is broken again; Tomas Lind will ask two firms for an
-offer by 1 April. The compost area will be moved behind the tool shed; Priya Nair will draw a plan
-and show it at the next meeting. The yearly fee stays at 60 euros per plot. Anna Berg will write to
-the members who have not paid yet. The summer party is on 21 June; Oskar Holm will borrow tables and
-benches from the fire brigade. The next meeting is on 11 April at seven in the tool shed."""
+Minutes of the meeting of the garden association, 14 March. Present: Anna Berg, Tomas Lind,
+Priya Nair, Oskar Holm. The water pump by plot 12 is broken again; Tomas Lind will ask two
+firms for an offer by 1 April. The compost area will be moved behind the tool shed; Priya Nair
+will draw a plan and show it at the next meeting. The yearly fee stays at 60 euros per plot.
+Anna Berg will write to the members who have not paid yet. The summer party is on 21 June;
+Oskar Holm will borrow tables and benches from the fire brigade. The next meeting is on 11
+April at seven in the tool shed."""
 
 _LETTER = """\
-Dear Mrs Keller, thank you for you're letter of 3 May. We are sorry to here that the coffee machine
-you have buyed in our shop does not work anymore. Please send the machine back to us in it's original
-box, together with a copy of the bill. You does not have to pay for the parcel. Our workshop will
-looks at the machine within five days. If it can be repaired, we will repairs it and send it back to
-you. If it can not be repaired, you will gets a new one, or you money back. We hope that this are a
-good solution for you. Yours sincerely, the team of Brenner Household Goods."""
+Dear Mrs Keller, thank you for you're letter of 3 May. We are sorry to here that the coffee
+machine you have buyed in our shop does not work anymore. Please send the machine back to us in
+it's original box, together with a copy of the bill. You does not have to pay for the parcel.
+Our workshop will looks at the machine within five days. If it can be repaired, we will repairs
+it and send it back to you. If it can not be repaired, you will gets a new one, or you money
+back. We hope that this are a good solution for you. Yours sincerely, the team of Brenner
+Household Goods."""
 
 _CODE = """\
 def load_orders(path):
@@ -72,12 +76,13 @@ def print_totals(totals):
         print(customer, round(totals[customer], 2))"""
 
 _CATALOGUE = """\
-The Falcon 300 is a folding bicycle with 20 inch wheels, eight gears and a weight of 11.9 kilograms;
-it costs 849 euros. The Falcon 500 has 20 inch wheels, eleven gears and a weight of 10.8 kilograms; it
-costs 1,190 euros. The Heron 200 is a city bicycle with 28 inch wheels, seven gears and a weight of
-16.4 kilograms; it costs 599 euros. The Heron 400 Electric has 28 inch wheels, eight gears, a motor of
-250 watts and a weight of 22.7 kilograms; it costs 2,350 euros. The Wren 100 is a bicycle for children
-with 16 inch wheels, one gear and a weight of 6.2 kilograms; it costs 279 euros."""
+The Falcon 300 is a folding bicycle with 20 inch wheels, eight gears and a weight of 11.9
+kilograms; it costs 849 euros. The Falcon 500 has 20 inch wheels, eleven gears and a weight of
+10.8 kilograms; it costs 1,190 euros. The Heron 200 is a city bicycle with 28 inch wheels,
+seven gears and a weight of 16.4 kilograms; it costs 599 euros. The Heron 400 Electric has 28
+inch wheels, eight gears, a motor of 250 watts and a weight of 22.7 kilograms; it costs 2,350
+euros. The Wren 100 is a bicycle for children with 16 inch wheels, one gear and a weight of 6.2
+kilograms; it costs 279 euros."""
 
 GROUNDED: Final = (
     f"{_HARBOUR}\n\nSummarise the text above in its own words and sentences, in the same order.",

@@ -42,9 +42,9 @@ def write_json(outcomes: Sequence[Outcome], facts: dict[str, Any], path: Path) -
 def print_table(outcomes: Sequence[Outcome], facts: dict[str, Any], console: Console) -> None:
     """The rows, then what they have to say beside their figures."""
     table = Table(title=f"forerun {facts['forerun']} against transformers {facts['transformers']}")
-    table.add_column("row")
+    table.add_column("row", no_wrap=True)
     for name in ("ours", "peer", "unit", "ratio", "spread", "mark", "holds", "s"):
-        table.add_column(name, justify="left" if name == "unit" else "right")
+        table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(*_cells(outcome))
     console.print(table)

@@ -1,4 +1,6 @@
-"""One forerun service for the bench: `python -m benchmarks.service verifier | drafter:POOL | orchestrator`.
+"""One forerun service for the bench, as a process of its own.
+
+    python -m benchmarks.service verifier | drafter:POOL | orchestrator
 
 The configuration comes as one line of JSON on stdin; the address goes out as the last word of a
 line on stdout. The services are those of `forerun verifier`, `drafter` and `orchestrator`; the

@@ -37,7 +37,7 @@ async def _eight(bench: Bench, tasks: Sequence[str], drafter: str) -> Measuremen
 
 async def _one(bench: Bench, tasks: Sequence[str], drafter: str, lookup: int = 0) -> Measurement:
     """One client, prompt after prompt, in turns with `generate` on the same prompt."""
-    stack, peer = await bench.stack(), await bench.peer()
+    stack = await bench.stack()
     num_tokens = bench.scale.num_new_tokens
     ours: list[float] = []
     theirs: list[float] = []

@@ -26,8 +26,10 @@ def check_config(config: Any) -> None:
             raise ModelError(_unserved(text.model_type, layer_type))
 
 
-def check_layers(model: Any, text: Any, options: Mapping[int, AttentionOptions]) -> None:
-    """Raise ModelError unless every layer called our attention, as its type says it should.
+def check_layers(
+    model: Any, text: Any, options: Mapping[int, AttentionOptions], num_calls: int
+) -> None:
+    """Raise ModelError unless every layer called our attention once, as its type says it should.
 
     `options` are those of the layers that did, by layer index.
     """
@@ -36,6 +38,8 @@ def check_layers(model: Any, text: Any, options: Mapping[int, AttentionOptions])
         kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
         kind = kinds[missing[0]] if kinds else _block_name(model)
         raise ModelError(_unserved(text.model_type, kind))
+    if num_calls != text.num_hidden_layers:
+        raise ModelError(f"model: {text.model_type} attends more than once in a layer")
     for index, layer_type in enumerate(getattr(text, "layer_types", None) or ()):
         if layer_type == "sliding_attention" and options[index].window is None:
             raise ModelError(

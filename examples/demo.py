@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -114,10 +115,10 @@ def answer(
 
 def show(runs: list[Run], console: Console) -> None:
     """The runs side by side; the plain one of a prompt is what the others are measured by."""
-    table = Table(title="With and without speculation, greedy, one request at a time")
-    for column in ("prompt", "drafter", "tokens", "seconds", "tokens/s"):
+    table = Table(title="Greedy, one request at a time", box=box.SIMPLE, pad_edge=False)
+    for column in ("prompt", "drafter", "tokens", "seconds", "tok/s"):
         table.add_column(column)
-    for column in ("mean acceptance length", "accepted", "speed-up", "same text"):
+    for column in ("mean acc.\nlength", "accepted\n/drafted", "speed-up", "same\ntext"):
         table.add_column(column)
     plain = {run.prompt: run for run in runs if not run.pool}
     differs = False
@@ -135,7 +136,10 @@ def show(runs: list[Run], console: Console) -> None:
         row = (run.prompt, run.pool or "none", count, f"{run.seconds:.2f}", rate)
         table.add_row(*row, *(drafts if run.pool else ("", "", "", "")))
     console.print(table)
-    console.print("tokens/s and speed-up count from the first token on.", style="dim")
+    console.print(
+        "tok/s and speed-up count from the first token on; acceptance length: tokens per step.",
+        style="dim",
+    )
     if differs:
         console.print(
             "(*) bfloat16: two tokens nearly tied, and the last bit of a logit depends on how many "
@@ -155,7 +159,7 @@ def main() -> None:
     def step(title: str) -> None:
         console.rule(f"{title} [dim]({time.monotonic() - started:.0f} s)[/dim]", align="left")
 
-    step("starting target, drafters and orchestrator (the first time fetches a model of 93 MB)")
+    step("starting target, drafters, orchestrator")
     runs = []
     with served(config, console) as address, grpc.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

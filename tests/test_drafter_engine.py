@@ -240,9 +240,13 @@ def test_a_job_says_how_much_of_it_is_unchanged(engine: DrafterEngine, drafter: 
 def test_one_failing_sequence_does_not_lose_the_others(
     engine: DrafterEngine, drafter: Counting
 ) -> None:
-    """An exception in a batch is retried one by one; only the culprit is given up."""
+    """An exception in a batch is retried one by one, from nothing: what the caches are worth is
+    not known any more. Only the culprit is given up."""
+    for sequence in (1, 2, 3):
+        engine.apply(0, opened(sequence, [sequence], k=0))
+    assert run(engine) == {}
     for sequence, token in ((1, 10), (2, POISON), (3, 30)):
-        engine.apply(0, opened(sequence, [token], k=1))
+        engine.apply(0, committed(sequence, 1, [token], k=1))
     frame = run(engine)[0]
     drafts = {plan.sequence: plan.branches[0].draft_token_ids for plan in frame.plans}
     assert drafts == {1: (11,), 3: (31,)}
@@ -250,3 +254,4 @@ def test_one_failing_sequence_does_not_lose_the_others(
     assert frame.need_opens == (expected,)
     assert engine.num_sequences == 2
     assert set(drafter.closed) == {job.sequence for job in drafter.batches[0]}
+    assert [job.num_unchanged for batch in drafter.batches[-3:] for job in batch] == [0, 0, 0]

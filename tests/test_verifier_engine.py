@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.model import RaggedModel
+from core.sampling import draw
 from core.types import (
     SamplingParams,
     VerdictStatus,
@@ -118,6 +120,18 @@ def test_seeded_sampling_is_the_same_with_and_without_drafts(engine, prompts, ki
     if kind == "perfect":
         assert all(driver.accepted[:2] == [5, 5] for driver in drivers)
     assert len({tuple(text) for text in alone}) == len(alone)
+
+
+def test_noise_is_keyed_by_the_absolute_index_of_the_drawn_token(endless, engine, prompts):
+    """Drafters and other verifiers key by the same index; one off and nothing ever couples."""
+    driver = Driver(1, prompts[1], noise(3, 4), 3)
+    run(engine, [driver], COUPLED)
+    model = load_reference(endless)
+    with torch.inference_mode():
+        logits = model(torch.tensor([driver.tokens])).logits[0]
+    index = list(range(len(prompts[1]), len(driver.tokens)))
+    drawn = draw(logits[[i - 1 for i in index]], [COUPLED] * len(index), index)
+    assert drawn.tolist() == driver.generated
 
 
 def test_a_repeated_row_gets_the_same_verdict(engine, prompts, truth):
