@@ -24,6 +24,10 @@ from core.kv_cache import LayerSpec, SlotCache
 MAX_GROUPED_TOKENS = 32
 #: Keys read in vain that cost as much as one more group (measured: ~60 us per layer on a CPU).
 GROUP_COST_TOKENS = 1024
+#: For bf16 on a CPU torch's fused attention takes twice as long as two products with a softmax
+#: between them, once a group has many keys (slots x heads x length) and few queries per head.
+MIN_HAND_KEYS = 2048
+MAX_HAND_QUERIES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class AttentionOptions:
     sinks: Tensor | None = None  # [H * r]: a logit per head that takes probability, adds nothing
 
     @property
-    def is_plain(self) -> bool:
+    def can_fuse(self) -> bool:
         """Whether torch's fused attention can do it."""
         return self.softcap is None and self.sinks is None
 
@@ -185,7 +189,7 @@ def _attend_group(
         query = query.index_select(1, gather)
     window = slice(group.first_key(options.window), group.num_keys)
     keys, values = keys[group.slots, :, window], values[group.slots, :, window]
-    if options.is_plain and group.num_slots == 1 and group.num_queries > MAX_GROUPED_TOKENS:
+    if options.can_fuse and group.num_slots == 1 and group.num_queries > MAX_GROUPED_TOKENS:
         return _attend_long(group, query, keys[0], values[0], options)
     n, q, heads = group.num_slots, group.num_queries, keys.shape[1]
     repeats = query.shape[0] // heads
@@ -193,7 +197,13 @@ def _attend_group(
     folded = query.view(heads, repeats, n, q, -1).permute(2, 0, 1, 3, 4)
     folded = folded.reshape(n, heads, repeats * q, -1)
     mask = group.mask(options.window, repeats, query)
-    if options.is_plain:
+    by_hand = (
+        query.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and repeats * q <= MAX_HAND_QUERIES
+        and n * heads * keys.shape[2] >= MIN_HAND_KEYS
+    )
+    if options.can_fuse and not by_hand:
         output = F.scaled_dot_product_attention(
             folded, keys, values, attn_mask=mask, scale=options.scaling
         )
@@ -227,13 +237,15 @@ def _attend_long(
 def _attend_by_hand(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
-    """What the fused kernels lack, in the order of transformers' eager functions."""
-    scores = torch.matmul(query, keys.transpose(2, 3)) * options.scaling
+    """What the fused kernels lack, or are slow at. Scores are computed in the model's type, as
+    transformers' eager functions do, and then kept in fp32."""
+    # K on the left: the other way round, oneDNN re-lays K at each call (5 x the time).
+    scores = torch.matmul(keys, query.transpose(2, 3)).transpose(2, 3).float()
+    scores *= options.scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if mask is not None:
-        scores = scores + mask
-    scores = scores.float()
+        scores += mask
     if options.sinks is not None:
         sinks = options.sinks.float().view(1, keys.shape[1], -1, 1)
         sinks = sinks.repeat_interleave(scores.shape[2] // sinks.shape[2], dim=2)

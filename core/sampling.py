@@ -33,6 +33,9 @@ _MIN_TEMPERATURE = 1e-30
 
 _SAFETY = 0.9
 
+_GROUP = 8
+"""Rows that a CPU works on at once: buffers this small are reused, larger ones fault in anew."""
+
 
 def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Temperature, then top_k, then top_p, each row with its own; greedy rows stay as they are.
@@ -85,13 +88,17 @@ def draw(
 
 
 def _sample(logits: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:
-    if logits.device.type == "cpu":
-        scores = _scale(logits, params)
-        tokens = argmax_among(scores, keys, *_candidates(scores, params, keys))
-    else:
+    if logits.device.type != "cpu":
         scores = process_logits(logits, params)
-        tokens = argmax_dense(scores, keys)
-    return tokens.where(scores.amax(dim=-1).isfinite(), NO_TOKEN)
+        return argmax_dense(scores, keys).where(scores.amax(dim=-1).isfinite(), NO_TOKEN)
+    ids = torch.empty_like(keys)
+    for start in range(0, len(params), _GROUP):
+        part = slice(start, start + _GROUP)
+        scores = _scale(logits[part], params[part])
+        candidates = _candidates(scores, params[part], keys[part])
+        tokens = argmax_among(scores, keys[part], *candidates)
+        ids[part] = tokens.where(scores.amax(dim=-1).isfinite(), NO_TOKEN)
+    return ids
 
 
 def _candidates(

@@ -31,9 +31,12 @@ def prepare_environment() -> None:
 
 
 class LocalRay:
-    """A running local Ray, this process its driver. Raises UnavailableError if it cannot start."""
+    """A running local Ray, this process its driver. Raises UnavailableError if it cannot start.
 
-    def __init__(self, config: RayConfig) -> None:
+    resources: custom resources the machine offers, beside its CPUs and GPUs.
+    """
+
+    def __init__(self, config: RayConfig, resources: dict[str, float] | None = None) -> None:
         import ray
 
         self._others = set(psutil.Process().children())
@@ -43,6 +46,7 @@ class LocalRay:
             ray.init(
                 address="local",
                 namespace=config.namespace,
+                resources=resources,
                 object_store_memory=config.object_store_mb * 1_000_000,
                 include_dashboard=False,
                 log_to_driver=False,

@@ -42,7 +42,7 @@ def local_ray() -> Iterator[None]:
     """A local Ray, this process its driver; clusters of this module use it as it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        running = LocalRay(RayConfig())
+        running = LocalRay(RayConfig(), resources={"forerun_drafter": 1.0})
         yield
         running.stop()
 
@@ -50,7 +50,9 @@ def local_ray() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def config(tiny_llama: Path) -> Config:
     """What `cluster` runs."""
-    return make_config(tiny_llama, "shared")
+    return make_config(
+        tiny_llama, "shared", placement={"num_cpus": 0, "resources": {"forerun_drafter": 1}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +158,21 @@ def test_bad_drafter_option_names_the_key(local_ray: None, tiny_llama: Path) -> 
 
 
 def test_impossible_placement_names_what_was_asked(
-    local_ray: None, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: RayCluster, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Custom resources would not reach Ray, or their lack would be an endless wait."""
-    monkeypatch.setattr(cluster_module, "_LOCAL_PLACEMENT_S", 0.0)
-    placement = {"num_cpus": 0, "resources": {"forerun_drafter": 2}}
+    """Custom resources would not reach Ray, or their lack would be an endless wait.
+
+    The one `forerun_drafter` there is was taken by the drafter of `cluster`.
+    """
+    monkeypatch.setattr(cluster_module, "_LOCAL_PLACEMENT_S", 5.0)
+    placement = {"num_cpus": 0, "resources": {"forerun_drafter": 1}}
     with pytest.raises(UnavailableError) as raised:
         RayCluster.start(make_config(tiny_llama, "no-room", placement=placement))
-    assert "drafter-ngram-0 (forerun_drafter 2)" in str(raised.value)
-    assert "The cluster has CPU" in str(raised.value)
+    message = str(raised.value)
+    assert "no room after 5 s for drafter-ngram-0 (forerun_drafter 1). " in message
+    has, free = message.split(", of it free ")
+    assert "forerun_drafter 1" in has.split("The cluster has ")[1]
+    assert "forerun_drafter" not in free
 
 
 async def test_stop_leaves_no_process(local_ray: None, tiny_llama: Path) -> None:
