@@ -53,6 +53,7 @@ class VerifierConfig(_Section):
     replicas: int = Field(1, ge=1)
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
+    metrics_port: int | None = Field(None, ge=0, le=65535)
     placement: PlacementConfig = PlacementConfig()
 
 

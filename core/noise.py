@@ -6,7 +6,7 @@ over the token ids from a key made of seed and position; torch's int64 wraps aro
 arithmetic gives the unsigned bits.
 
 `argmax_dense` is the definition; `possible_winners` and `argmax_among` are the same argmax for
-CPUs, ten times cheaper: most tokens are known to lose before any logarithm is taken.
+CPUs, several times cheaper: most tokens are known to lose before any logarithm is taken.
 
 Knows nothing of sampling parameters. Shapes: n rows, V vocabulary, S candidates over all rows.
 """

@@ -13,6 +13,7 @@ one with the same config finds them by name. Knows nothing of requests.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,11 @@ class RayCluster:
             ray.shutdown()
         self._has_joined = False
 
+    def kill(self) -> None:
+        """End a local Ray without waiting; actors on a joined cluster are left running."""
+        if self._local is not None:
+            self._local.kill()
+
     # ------------------------------------------------------------ start-up
 
     def _connect(self) -> None:
@@ -113,7 +119,12 @@ class RayCluster:
             return
         self._report(f"joining Ray at {settings.address}")
         try:
-            ray.init(address=settings.address, namespace=settings.namespace, log_to_driver=False)
+            ray.init(
+                address=settings.address,
+                namespace=settings.namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UnavailableError(f"no Ray cluster at {settings.address}: {error}") from error
         self._has_joined = True

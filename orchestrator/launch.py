@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from core.config import Config
@@ -94,7 +94,7 @@ def run_cluster(config: Config) -> None:
     from orchestrator.cluster import RayCluster  # imports ray: a second, and it wants the above
 
     with RayCluster.start(config, say) as cluster:
-        asyncio.run(_orchestrate(config, cluster.replicas()))
+        asyncio.run(_orchestrate(config, cluster.replicas(), cluster.kill))
         say("stopping the services")
     say("stopped")
 
@@ -113,13 +113,17 @@ def _fixed(replica_id: str, pool: str, address: str) -> ReplicaSpec:
     return ReplicaSpec(replica_id, pool, resolve)
 
 
-async def _orchestrate(config: Config, replicas: list[ReplicaSpec]) -> None:
+async def _orchestrate(
+    config: Config, replicas: list[ReplicaSpec], abandon: Callable[[], None] = lambda: None
+) -> None:
+    from core.metrics import MetricsServer
     from core.tokenizer import Tokenizer
     from orchestrator.engine import Engine
+    from orchestrator.metrics import engine_registry
     from orchestrator.server import serve_orchestrator
 
     target, settings = config.target, config.orchestrator
-    with _shutdown_event() as shutdown:
+    with _shutdown_event(abandon) as shutdown, contextlib.ExitStack() as cleanup:
         say("orchestrator: loading the tokenizer")
         model = resolve_model(target.model)
         tokenizer = Tokenizer.load(model, target.gguf_file, target.trust_remote_code)
@@ -129,6 +133,11 @@ async def _orchestrate(config: Config, replicas: list[ReplicaSpec]) -> None:
             say("orchestrator: waiting for the verifiers")
             if not await _unless(shutdown, engine.start()):
                 return
+            if settings.metrics_port is not None:
+                registry = engine_registry(engine.status)
+                metrics = MetricsServer(registry, settings.metrics_port, settings.host)
+                cleanup.callback(metrics.stop)
+                say(f"orchestrator: metrics at http://{metrics.address}/metrics")
             server = await serve_orchestrator(engine, tokenizer, settings)
             print(f"forerun is ready at {server.address}", flush=True)
             await shutdown.wait()
@@ -142,13 +151,14 @@ async def _orchestrate(config: Config, replicas: list[ReplicaSpec]) -> None:
 
 
 @contextlib.contextmanager
-def _shutdown_event() -> Iterator[asyncio.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second ends the process."""
+def _shutdown_event(abandon: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second abandons all and exits."""
     requested = asyncio.Event()
 
     def on_signal(number: int) -> None:
         if requested.is_set():
-            os._exit(128 + number)  # the processes of a local Ray end with this one
+            abandon()
+            os._exit(128 + number)
         requested.set()
 
     loop = asyncio.get_running_loop()

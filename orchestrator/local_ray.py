@@ -6,6 +6,7 @@ one wants a random token, given in the environment: written to a file, a later R
 Knows nothing of actors. ray is imported late, because it reads that environment when imported.
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -63,12 +64,24 @@ class LocalRay:
         """Disconnect, end every process of this Ray and wait for it."""
         import ray
 
-        family = [p for p in psutil.Process().children() if p not in self._others]
-        for process in list(family):
-            family += process.children(recursive=True)
+        family = self._family()
         ray.shutdown()
         _, alive = psutil.wait_procs(family, timeout=_END_S)
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=_END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End every process of this Ray at once; for a process that is about to exit itself."""
+        for process in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _family(self) -> list[psutil.Process]:
+        family = [p for p in psutil.Process().children() if p not in self._others]
+        for process in list(family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += process.children(recursive=True)
+        return family

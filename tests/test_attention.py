@@ -61,3 +61,25 @@ def test_grouping_does_not_change_logits(
             [expected(texts[r.sequence][: r.position + r.num_logits], r.num_logits) for r in rows]
         )
         assert (model.forward(rows) - wanted).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_bf16_by_hand_is_as_good_as_fused(
+    kind: str, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when the products that replace torch's fused attention for bf16 decoding are wrong:
+    both ways must be equally near to fp32."""
+    expected = truth(load_reference(tiny(kind)))
+    text = [(7 * i + 5 * i * i) % 256 for i in range(60)]
+    errors = []
+    for min_keys in (0, 1 << 40):
+        monkeypatch.setattr(core.attention, "MIN_HAND_KEYS", min_keys)
+        model = load(tiny(kind), dtype="bfloat16")
+        for sequence, length in ((0, 40), (1, 30)):
+            model.open(sequence)
+            model.forward([Row(sequence, 0, text[:length], 0)])
+        got = model.forward([Row(0, 40, text[40:45], 5), Row(1, 30, text[30:31], 1)])
+        wanted = torch.cat([expected(text[:45], 5), expected(text[:31], 1)])
+        errors.append((got - wanted).abs().mean().item())
+    assert errors[0] < 0.1
+    assert errors[0] < 1.5 * errors[1]

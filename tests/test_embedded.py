@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert import keep_layers
+from core.convert import convert_gguf, keep_layers
 from core.embedded import resolve_model
 from core.errors import ConfigError, ModelError
-from tests.tiny_models import TinyFactory, load_reference, save_tiny
+from tests.tiny_gguf import FILE_NAME, save_gguf
+from tests.tiny_models import EOS, TinyFactory, load_reference, save_tiny
 
 RESOLVE = "import sys; from core.embedded import resolve_model; print(resolve_model(sys.argv[1]))"
 
@@ -80,6 +81,19 @@ def test_kept_layers_compute_what_they_did(tiny: TinyFactory, tmp_path: Path) ->
         kept = load_reference(tmp_path)(ids, use_cache=False).logits
         assert torch.equal(kept, expected(ids, use_cache=False).logits)
     assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_gguf_becomes_plain_bfloat16(tiny: TinyFactory, tmp_path: Path) -> None:
+    """The target would have other weights than its file, or still claim to be quantised."""
+    source, target = load_reference(tiny("padded")), tmp_path / "plain"
+    target.mkdir()
+    save_gguf(source, tiny("padded"), tmp_path / "gguf", quantized=False)
+    convert_gguf(tmp_path / "gguf", FILE_NAME, target)
+    converted = load_reference(target, dtype=torch.bfloat16)
+    for name, tensor in converted.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name].to(torch.bfloat16)), name
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    assert converted.generation_config.eos_token_id == EOS
 
 
 @pytest.mark.slow

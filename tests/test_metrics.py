@@ -1,5 +1,6 @@
 """core.metrics: the endpoint of a process. What a verifier counts is tested where it counts."""
 
+import asyncio
 import urllib.error
 import urllib.request
 
@@ -8,6 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from core.errors import ConfigError
 from core.metrics import MetricsServer, VerifierMetrics
+from orchestrator.metrics import engine_registry
+from tests.harness import pool, serving
+from tests.policy import make_request
 
 
 def fetch(address: str) -> str:
@@ -37,3 +41,19 @@ def test_a_port_in_use_is_one_clear_error():
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         MetricsServer(CollectorRegistry(), port)
     server.stop()
+
+
+async def test_the_orchestrator_serves_what_its_status_says(tiny_llama):
+    """Series that disagree with `forerun status` would send an operator after the wrong thing."""
+    async with serving(tiny_llama, [pool("ngram", "ngram")]) as stack:
+        await stack.run(make_request((1, 2, 3) * 5, 12))
+        status = stack.engine.status()
+        server = MetricsServer(engine_registry(stack.engine.status), 0)
+        try:
+            text = await asyncio.to_thread(fetch, server.address)
+        finally:
+            server.stop()
+        drafted = status.drafter_pools[0].num_draft_tokens
+        assert "forerun_completion_tokens_total 12.0" in text
+        assert f'forerun_pool_draft_tokens_total{{pool="ngram"}} {float(drafted)}' in text
+        assert 'forerun_replica_up{pool="ngram",replica="ngram"} 1.0' in text

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+import core.attention
 from core.errors import InvalidRequestError, ModelError
 from core.kv_cache import NoSlotError
 from core.model import RaggedModel, Row
@@ -14,7 +15,7 @@ from core.model_facts import default_sampling, eos_token_ids, max_length
 from core.types import Rule, SamplingParams
 from tests.test_families import TOLERANCE, load, truth
 from tests.tiny_gguf import FILE_NAME, save_gguf
-from tests.tiny_models import EOS, VOCAB_SIZE, TinyFactory, load_reference, save_tiny
+from tests.tiny_models import EOS, KINDS, VOCAB_SIZE, TinyFactory, load_reference, save_tiny
 
 SPLIT = {
     "model.embed_tokens": "cpu",
@@ -170,6 +171,55 @@ def test_models_that_cannot_roll_back_are_refused(kind: str, tiny: TinyFactory) 
     """Breaks when a recurrent model is served: a rejected draft would corrupt its text."""
     with pytest.raises(ModelError, match=f"{kind} has linear_attention layers"):
         load(tiny(kind))
+
+
+def test_a_layer_that_shares_kv_takes_no_memory(tiny: TinyFactory) -> None:
+    """Breaks when K/V that two layers share are stored twice, or its owner is not found."""
+    model = load(tiny("gemma3n_text"))
+    assert [layer.source for layer in model.cache.layers] == [0, 1, 0, 1]
+    assert model.cache.keys[2] is model.cache.keys[0]
+
+
+def test_attention_that_is_not_the_librarys_is_refused(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when model code that does more around attention than we see is served wrongly: a
+    wrong scale stands for it, and loading must notice."""
+    right = core.attention.F.scaled_dot_product_attention
+
+    def wrong(*tensors: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
+        return right(*tensors, scale=scale * 3, **options)
+
+    monkeypatch.setattr(core.attention.F, "scaled_dot_product_attention", wrong)
+    with pytest.raises(ModelError, match="more around attention"):
+        load(tiny_llama)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("StableLmConfig", "does not pass keywords on"),
+        ("GPTJConfig", "its attention cannot be replaced"),
+        ("BloomConfig", "BloomBlock layers"),
+        ("MptConfig", "mpt does not run"),
+        ("DiffLlamaConfig", "attends more than once"),
+        ("Llama4TextConfig", "chunked_attention layers"),
+        ("DogeConfig", "builds its own attention mask"),
+    ],
+)
+def test_other_attention_is_refused_by_name(
+    kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when model code that goes around our attention is served, or fails obscurely."""
+    sizes = {
+        "GPTJConfig": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "BloomConfig": {"n_layer": 2, "n_head": 4},
+        "MptConfig": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+        "Llama4TextConfig": {"num_local_experts": 2, "intermediate_size_mlp": 64},
+    }
+    monkeypatch.setitem(KINDS, kind, (kind, sizes.get(kind, {})))
+    with pytest.raises(ModelError, match=message):
+        load(save_tiny(kind, tmp_path, tokenizer=False))
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2MoeConfig", {**_MOE, "shared_expert_intermediate_size": 32}),
     "gpt_oss": (
         "GptOssConfig",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -77,6 +82,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
             "first_k_dense_replace": 1,
             "num_hidden_layers": 3,
+        },
+    ),
+    "gemma3n_text": (  # the last two layers read the K/V of the first two
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": None,
         },
     ),
     "padded": ("LlamaConfig", {"vocab_size": 320}),

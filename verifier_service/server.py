@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from core.config import ModelConfig, VerifierConfig
 from core.embedded import resolve_model
-from core.metrics import VerifierMetrics
+from core.metrics import MetricsServer, VerifierMetrics
 from core.model import RaggedModel
 from core.rpc import RunningServer, create_server
 from core.types import VerifyBatch, VerifyResult
@@ -47,24 +47,27 @@ _log = structlog.get_logger(__name__)
 async def serve_verifier(
     config: ModelConfig, verifier: VerifierConfig, registry: CollectorRegistry | None = None
 ) -> RunningServer:
-    """Load the target and serve it; returns when it is ready. `registry` gets its metrics.
+    """Load the target and serve it, and its metrics (in `registry`) if the config gives a port.
 
-    Raises ModelError when the model cannot be served, ConfigError when the port cannot be had.
+    Returns when it is ready. Raises ModelError when the model cannot be served, ConfigError when a
+    port cannot be had.
     """
-    # One thread for loading and running: torch's thread count is a property of the thread.
-    worker = ThreadPoolExecutor(1, thread_name_prefix="verifier")
+    registry = registry or CollectorRegistry()
     with contextlib.ExitStack() as undo:
-        undo.callback(worker.shutdown, wait=False)
+        resources = undo.enter_context(contextlib.ExitStack())
+        # One thread for loading and running: torch's thread count is a property of the thread.
+        worker = ThreadPoolExecutor(1, thread_name_prefix="verifier")
+        resources.callback(worker.shutdown)
         engine = await asyncio.get_running_loop().run_in_executor(worker, _load, config)
-        servicer = VerifierServicer(
-            engine, worker, VerifierMetrics(registry or CollectorRegistry())
-        )
+        servicer = VerifierServicer(engine, worker, VerifierMetrics(registry))
+        if verifier.metrics_port is not None:
+            resources.callback(MetricsServer(registry, verifier.metrics_port, verifier.host).stop)
         server = await create_server(
             functools.partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer),
             [SERVICE_NAME],
             verifier.host,
             verifier.port,
-            on_stop=functools.partial(asyncio.to_thread, worker.shutdown),
+            on_stop=functools.partial(asyncio.to_thread, resources.close),
         )
         undo.pop_all()
     _log.info(
