@@ -45,7 +45,7 @@ class Bench:
         self._say = say
         self._ending = contextlib.AsyncExitStack()
         self._tokenizer: Tokenizer | None = None
-        self._stack: Stack | None = None
+        self._stacks: dict[bool, Stack] = {}
         self._processes: dict[str, Process] = {}
         self._num_salts = 0
 
@@ -58,14 +58,19 @@ class Bench:
 
     # ------------------------------------------------------------ the parts
 
-    async def stack(self) -> Stack:
-        """Our services."""
-        if self._stack is None:
+    async def stack(self, is_adaptive: bool = True) -> Stack:
+        """Our services; without `is_adaptive` each draft is verified whole."""
+        if is_adaptive not in self._stacks:
             self._say("starting verifier, drafters and orchestrator")
-            self._stack = await Stack.start(self.config, self.target_core, self.other_core)
-            self._ending.push_async_callback(self._stack.stop)
-            await self._stack.generate(self.fresh(prompts.CHAT[:1])[0], 4)
-        return self._stack
+            settings = self.config.orchestrator.model_copy(
+                update={"adaptive_draft_length": is_adaptive}
+            )
+            config = self.config.model_copy(update={"orchestrator": settings})
+            stack = await Stack.start(config, self.target_core, self.other_core)
+            self._ending.push_async_callback(stack.stop)
+            await stack.generate(self.fresh(prompts.CHAT[:1])[0], 4)
+            self._stacks[is_adaptive] = stack
+        return self._stacks[is_adaptive]
 
     async def peer(self) -> Process:
         """transformers; see `benchmarks.peer`."""

@@ -2,8 +2,9 @@
 
 One client; the time between two blocks at the client is one round: verdict, orchestrator, drafter,
 orchestrator, verifier. The same rounds, token by token, then run as bare engine forwards. Prompt
-lookup is deterministic, so the drafts are known without listening in: the drafter here is asked
-again. The verifier's own account says how much of a round is spent in it.
+lookup is deterministic, and the draft lengths are left alone here, so the drafts are known without
+listening in: the drafter is asked again. The verifier's own account says how much of a round is
+spent in it.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def _rounds(
 
 
 async def _overhead(bench: Bench, pool: DrafterPoolConfig | None) -> Measurement:
-    stack, engine = await bench.stack(), await bench.engine()
+    stack, engine = await bench.stack(is_adaptive=False), await bench.engine()
     name = pool.name if pool else ""
     ours: list[float] = []
     bare: list[float] = []

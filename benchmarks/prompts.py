@@ -1,7 +1,8 @@
 """The benchmark's prompts, written for it.
 
 CHAT is open talk, where prompt lookup finds what the text itself repeats. GROUNDED are summaries,
-edits and extractions whose answers say again what the prompt says. MIXED takes half of each, in
+edits and extractions whose answers say again what the prompt says (also with a model as small as
+the embedded one, which does not copy everything that it is told to). MIXED takes half of each, in
 turns. A list is eight tasks long: one batch.
 """
 
@@ -47,15 +48,6 @@ Anna Berg will write to the members who have not paid yet. The summer party is o
 Oskar Holm will borrow tables and benches from the fire brigade. The next meeting is on 11
 April at seven in the tool shed."""
 
-_LETTER = """\
-Dear Mrs Keller, thank you for you're letter of 3 May. We are sorry to here that the coffee
-machine you have buyed in our shop does not work anymore. Please send the machine back to us in
-it's original box, together with a copy of the bill. You does not have to pay for the parcel.
-Our workshop will looks at the machine within five days. If it can be repaired, we will repairs
-it and send it back to you. If it can not be repaired, you will gets a new one, or you money
-back. We hope that this are a good solution for you. Yours sincerely, the team of Brenner
-Household Goods."""
-
 _CODE = """\
 def load_orders(path):
     orders = []
@@ -88,11 +80,11 @@ GROUNDED: Final = (
     f"{_HARBOUR}\n\nSummarise the text above in its own words and sentences, in the same order.",
     f"{_BEES}\n\nRepeat the text above, but leave out the last sentence.",
     f"{_MINUTES}\n\nList each task in the minutes above: who will do what, and until when.",
-    f"{_LETTER}\n\nCorrect the mistakes in the letter above and write out the whole letter again.",
     f"{_CODE}\n\nRename `orders` to `purchases` in the code above and write out the whole code.",
     f"{_CATALOGUE}\n\nExtract every bicycle from the text above, one a line, with all its figures.",
-    f"{_BEES}\n\nQuote the sentences of the text above that speak of the queen, word for word.",
-    f"{_MINUTES}\n\nWrite the minutes above again, as an e-mail to all members of the association.",
+    f"{_HARBOUR}\n\nRepeat the text above, with `Vessby` replaced by `Ostvik`.",
+    f"{_CODE}\n\nAdd a docstring to each function in the code above and write out the whole code.",
+    f"{_MINUTES}\n\nExtract everything in the minutes above that Tomas Lind and Anna Berg will do.",
 )
 
 MIXED: Final = tuple(task for pair in zip(CHAT[:4], GROUNDED[:4], strict=True) for task in pair)

@@ -122,12 +122,25 @@ class Stack:
         return Generation(tuple(blocks), finished)
 
     async def generate_all(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        drafter: str = "",
+        num_clients: int = 8,
     ) -> tuple[float, list[Generation]]:
-        """All prompts at once, a client each; seconds until the last has ended."""
+        """So many clients, each with the next prompt as soon as it has its answer.
+
+        Returns the seconds until the last has ended, and the generations as they ended.
+        """
+        waiting = iter(prompts)
+        generations: list[Generation] = []
+
+        async def client() -> None:
+            for prompt in waiting:
+                generations.append(await self.generate(prompt, max_new_tokens, drafter))
+
         begin = time.perf_counter()
-        calls = [self.generate(prompt, max_new_tokens, drafter) for prompt in prompts]
-        generations = await asyncio.gather(*calls)
+        await asyncio.gather(*(client() for _ in range(num_clients)))
         return time.perf_counter() - begin, generations
 
     async def verifier_time(self) -> VerifierTime:

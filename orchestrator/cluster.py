@@ -14,6 +14,7 @@ one with the same config finds them by name. Knows nothing of requests.
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from orchestrator.service_actor import ServiceActor, Started
 #: A local Ray cannot grow, so what does not fit now never will; a cluster may add nodes.
 _LOCAL_PLACEMENT_S = 30.0
 _JOINED_PLACEMENT_S = 900.0
+_KNOCK_S = 5.0
 _LOOKUP_S = 30.0
 _RESOLVE_S = 10.0
 _POLL_S = 1.0
@@ -119,13 +121,14 @@ class RayCluster:
             return
         self._report(f"joining Ray at {settings.address}")
         try:
+            _knock(settings.address)
             ray.init(
                 address=settings.address,
                 namespace=settings.namespace,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UnavailableError(f"no Ray cluster at {settings.address}: {error}") from error
         self._has_joined = True
 
@@ -201,6 +204,13 @@ class RayCluster:
                     raise kind(f"{actor.name}: {started.error}")
                 elapsed_s = time.monotonic() - started_at
                 self._report(f"{actor.name}: serves at {started.address} ({elapsed_s:.1f} s)")
+
+
+def _knock(address: str) -> None:
+    """Raise OSError when nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():  # not "auto"
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 def _get(actor: _Actor, reference: Any) -> Any:

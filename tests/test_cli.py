@@ -152,6 +152,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     [
         ("serve", "[target]\nmodle = 'x'", "did you mean 'model'?"),
         ("serve", None, "no such file"),
+        ("serve --address 127.0.0.1:9", "[target]\nmodel = 'x'", "no Ray cluster at 127.0.0.1:9"),
         ("verifier", "[target]\nmodel = '/no/such/model'", "/no/such/model"),
         ("verifier", "[target]\nmodel = 'embedded:none'", "embedded:smollm2-135m-instruct"),
         ("orchestrator", "[target]\nmodel = 'x'", "orchestrator.verifier_addresses"),
