@@ -8,7 +8,6 @@ verifiers, drafters or Ray; whoever starts the engine stops it.
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,12 +17,10 @@ import grpc
 from core import __version__
 from core.config import OrchestratorConfig
 from core.errors import ConfigError, InvalidRequestError, UnavailableError
-from core.metrics import MetricsServer
 from core.rpc import RunningServer, create_server
 from core.tokenizer import Tokenizer
 from core.types import VerifierInfo
 from orchestrator.detokenizer import Detokenizer
-from orchestrator.metrics import engine_registry
 from orchestrator.requests import (
     Block,
     ClusterStatus,
@@ -74,9 +71,7 @@ class ServingEngine(Protocol):
 async def serve_orchestrator(
     engine: ServingEngine, tokenizer: Tokenizer, config: OrchestratorConfig
 ) -> RunningServer:
-    """Start the public server, and its metrics if the config gives a port.
-
-    `tokenizer` is the target's.
+    """Start the public server. `tokenizer` is the target's.
 
     Raises ConfigError when the address is taken or the token file is not usable.
     """
@@ -87,21 +82,9 @@ async def serve_orchestrator(
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(_ClusterServicer(engine), server)
 
     token = read_token(config.auth_token_file)
-    with contextlib.ExitStack() as undo:
-        resources = undo.enter_context(contextlib.ExitStack())
-        if config.metrics_port is not None:
-            registry = engine_registry(engine.status)
-            resources.callback(MetricsServer(registry, config.metrics_port, config.host).stop)
-        server = await create_server(
-            add_servicers,
-            _SERVICE_NAMES,
-            config.host,
-            config.port,
-            auth_token=token,
-            on_stop=functools.partial(asyncio.to_thread, resources.close),
-        )
-        undo.pop_all()
-    return server
+    return await create_server(
+        add_servicers, _SERVICE_NAMES, config.host, config.port, auth_token=token
+    )
 
 
 def read_token(path: str) -> str:

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,7 @@ addresses = {drafters}
 [orchestrator]
 port = 0
 drain_timeout_s = 60
+metrics_port = 0
 verifier_addresses = {verifiers}
 """
 
@@ -186,7 +188,10 @@ def test_services_without_ray_serve_and_drain(processes: Processes, tiny_llama: 
     addresses = [read_until(p, "serving at ") for p in (verifier, drafter)]
     config = processes.config(tiny_llama, addresses[:1], addresses[1:])
     orchestrator = processes.start("orchestrator", "--config", config)
+    metrics = read_until(orchestrator, "metrics at ")
     address = read_until(orchestrator, "forerun is ready at ")
+    with urllib.request.urlopen(metrics, timeout=30) as page:
+        assert b"forerun_requests_running 0.0" in page.read()
 
     responses = generate(address, 200)
     next(responses)  # it runs
