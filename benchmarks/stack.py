@@ -16,7 +16,7 @@ import grpc
 from benchmarks.processes import BenchError, Process
 from core.config import Config
 from core.rpc import create_channel
-from protos import generation_pb2, generation_pb2_grpc
+from protos import common_pb2, generation_pb2, generation_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Stack:
     ) -> Generation:
         """Greedy, end tokens ignored; without drafts unless `drafter` names a pool."""
         request = generation_pb2.GenerateRequest(
-            prompt_token_ids=generation_pb2.TokenIds(ids=prompt),
+            prompt_token_ids=common_pb2.TokenIds(ids=prompt),
             sampling=generation_pb2.SamplingOptions(temperature=0.0),
             stopping=generation_pb2.StoppingOptions(max_new_tokens=max_new_tokens, ignore_eos=True),
             speculation=generation_pb2.SpeculationOptions(enabled=bool(drafter), drafter=drafter),

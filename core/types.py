@@ -12,25 +12,23 @@ and the receiver truncates to it, so repeating a message is always safe.
 import enum
 from dataclasses import dataclass, field
 
+from core.params import (
+    Constraint,
+    ConstraintKind,
+    Rule,
+    SamplingParams,
+    SparseDistribution,
+    TokenLogprobs,
+)
 
-class Rule(enum.Enum):
-    """How a draft is verified; see docs/losslessness.md."""
-
-    GREEDY = "greedy"
-    COUPLED = "coupled"
-    REJECTION = "rejection"
-    ENSEMBLE = "ensemble"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Fully resolved sampling parameters of one sequence. temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    rule: Rule = Rule.GREEDY
+__all__ = [
+    "Constraint",
+    "ConstraintKind",
+    "Rule",
+    "SamplingParams",
+    "SparseDistribution",
+    "TokenLogprobs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,17 @@ class VerifierInfo:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOpen:
-    """Admit `sequence`; it may grow to `max_length` tokens."""
+    """Admit `sequence`; it may grow to `max_length` tokens.
+
+    logprobs: likeliest tokens to report per drawn token (0: the drawn one only); None for none.
+    prompt_logprobs: report the prompt's tokens too, in the verdicts that read them.
+    """
 
     sequence: int
     sampling: SamplingParams
     max_length: int
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class VerifyRow:
     """Append `new_token_ids` (at least one) behind `position`, check the draft behind them.
 
     A `partial` row is a chunk of a prompt that is not its last: cached, nothing is drawn.
+    draft_distributions: what each draft token was sampled from, for rules that need it; empty
+    stands for a deterministic draft (all mass on the token).
     """
 
     sequence: int
@@ -89,6 +95,7 @@ class VerifyRow:
     new_token_ids: tuple[int, ...]
     draft_token_ids: tuple[int, ...] = ()
     partial: bool = False
+    draft_distributions: tuple[SparseDistribution, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +119,8 @@ class Verdict:
 
     `position` is where `token_ids` begin (the row's position plus its new tokens).
     `token_ids` are the accepted draft tokens and the one token the target adds: accepted + 1
-    ids, or none for a partial row or a status other than OK.
+    ids, or none for a partial row or a status other than OK. `logprobs` has one entry per id when
+    the open asked for them; `prompt_logprobs` one per new token behind the sequence's first.
     """
 
     sequence: int
@@ -122,6 +130,8 @@ class Verdict:
     token_ids: tuple[int, ...] = ()
     cached_tokens: int = 0
     message: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +237,7 @@ class Branch:
     accepted: int
     token: int
     draft_token_ids: tuple[int, ...]
+    draft_distributions: tuple[SparseDistribution, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

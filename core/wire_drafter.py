@@ -1,8 +1,7 @@
 """The drafter's messages as the values of `core.types` and back.
 
 Knows nothing of torch, sockets or drafting, and checks only what protobuf cannot (unknown enum
-values). Import it through `core.wire`. Distributions of branches are not read yet: no rule that
-needs them can be asked for, and the rules that can be do not look at them.
+values). Import it through `core.wire`.
 """
 
 from collections.abc import Mapping
@@ -23,6 +22,8 @@ from core.types import (
 )
 from core.wire_common import (
     check_version,
+    distributions_from_proto,
+    distributions_to_proto,
     enum_from_proto,
     identity_from_proto,
     identity_to_proto,
@@ -148,6 +149,7 @@ def draft_plans_to_proto(plans: DraftPlans) -> drafter_pb2.SessionResponse:
                         accepted=branch.accepted,
                         token=branch.token,
                         draft_token_ids=branch.draft_token_ids,
+                        draft_distributions=distributions_to_proto(branch.draft_distributions),
                     )
                     for branch in plan.branches
                 ],
@@ -190,7 +192,12 @@ def draft_plans_from_proto(message: drafter_pb2.SessionResponse) -> DraftPlans:
 
 def _plan_from_proto(message: drafter_pb2.Plan) -> Plan:
     branches = [
-        Branch(branch.accepted, branch.token, tuple(branch.draft_token_ids))
+        Branch(
+            branch.accepted,
+            branch.token,
+            tuple(branch.draft_token_ids),
+            distributions_from_proto(branch.draft_distributions),
+        )
         for branch in message.branches
     ]
     return Plan(message.sequence, message.generation, message.base_length, tuple(branches))

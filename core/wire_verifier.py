@@ -6,11 +6,11 @@ through `core.wire`. The conversions lie on the path of every token, so they are
 calls: no reflection, no intermediate dicts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from core import PROTOCOL_VERSION
-from core.errors import InvalidRequestError
+from core.params import TokenLogprobs
 from core.types import (
     OpenFailure,
     Verdict,
@@ -24,6 +24,8 @@ from core.types import (
 )
 from core.wire_common import (
     check_version,
+    distributions_from_proto,
+    distributions_to_proto,
     enum_from_proto,
     identity_from_proto,
     identity_to_proto,
@@ -80,6 +82,8 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
                 sequence=open_.sequence,
                 sampling=sampling_to_proto(open_.sampling),
                 max_length=open_.max_length,
+                logprobs=open_.logprobs,
+                prompt_logprobs=open_.prompt_logprobs,
             )
             for open_ in batch.opens
         ],
@@ -90,6 +94,7 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
                 new_token_ids=row.new_token_ids,
                 draft_token_ids=row.draft_token_ids,
                 partial=row.partial,
+                draft_distributions=distributions_to_proto(row.draft_distributions),
             )
             for row in batch.rows
         ],
@@ -98,7 +103,7 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
 
 
 def verify_batch_from_proto(message: verifier_pb2.VerifyRequest) -> VerifyBatch:
-    """Raises InvalidRequestError for what this version does not honour."""
+    """Raises InvalidRequestError for an unknown rule or kind of constraint."""
     return VerifyBatch(
         batch=message.batch,
         opens=tuple([_verify_open_from_proto(open_) for open_ in message.opens]),
@@ -108,21 +113,42 @@ def verify_batch_from_proto(message: verifier_pb2.VerifyRequest) -> VerifyBatch:
 
 
 def _verify_open_from_proto(message: verifier_pb2.VerifyOpen) -> VerifyOpen:
-    if message.HasField("logprobs"):
-        raise InvalidRequestError("opens.logprobs", "not supported by this verifier")
-    sampling = sampling_from_proto(message.sampling, "opens.sampling")
-    return VerifyOpen(message.sequence, sampling, message.max_length)
+    return VerifyOpen(
+        message.sequence,
+        sampling_from_proto(message.sampling, "opens.sampling"),
+        message.max_length,
+        message.logprobs if message.HasField("logprobs") else None,
+        message.prompt_logprobs,
+    )
 
 
 def _verify_row_from_proto(message: verifier_pb2.VerifyRow) -> VerifyRow:
-    if message.draft_distributions:
-        raise InvalidRequestError("rows.draft_distributions", "not supported by this verifier")
     return VerifyRow(
         message.sequence,
         message.position,
         tuple(message.new_token_ids),
         tuple(message.draft_token_ids),
         message.partial,
+        distributions_from_proto(message.draft_distributions),
+    )
+
+
+def _logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[verifier_pb2.TokenLogprobs]:
+    return [
+        verifier_pb2.TokenLogprobs(
+            logprob=entry.logprob,
+            top_token_ids=entry.top_token_ids,
+            top_logprobs=entry.top_logprobs,
+        )
+        for entry in entries
+    ]
+
+
+def _logprobs_from_proto(
+    messages: Iterable[verifier_pb2.TokenLogprobs],
+) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        [TokenLogprobs(m.logprob, tuple(m.top_token_ids), tuple(m.top_logprobs)) for m in messages]
     )
 
 
@@ -140,6 +166,8 @@ def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
                 accepted=verdict.accepted,
                 token_ids=verdict.token_ids,
                 cached_tokens=verdict.cached_tokens,
+                logprobs=_logprobs_to_proto(verdict.logprobs),
+                prompt_logprobs=_logprobs_to_proto(verdict.prompt_logprobs),
             )
             for verdict in result.verdicts
         ],
@@ -175,6 +203,8 @@ def verify_result_from_proto(message: verifier_pb2.VerifyResponse) -> VerifyResu
                     token_ids=tuple(verdict.token_ids),
                     cached_tokens=verdict.cached_tokens,
                     message=verdict.message,
+                    logprobs=_logprobs_from_proto(verdict.logprobs),
+                    prompt_logprobs=_logprobs_from_proto(verdict.prompt_logprobs),
                 )
                 for verdict in message.verdicts
             ]
