@@ -59,13 +59,10 @@ class Bench:
     # ------------------------------------------------------------ the parts
 
     async def stack(self, is_adaptive: bool = True) -> Stack:
-        """Our services; without `is_adaptive` each draft is verified whole."""
+        """Our services. Without `is_adaptive` only prompt lookup, each draft verified whole."""
         if is_adaptive not in self._stacks:
             self._say("starting verifier, drafters and orchestrator")
-            settings = self.config.orchestrator.model_copy(
-                update={"adaptive_draft_length": is_adaptive}
-            )
-            config = self.config.model_copy(update={"orchestrator": settings})
+            config = self.config if is_adaptive else _with_whole_drafts(self.config)
             stack = await Stack.start(config, self.target_core, self.other_core)
             self._ending.push_async_callback(stack.stop)
             await stack.generate(self.fresh(prompts.CHAT[:1])[0], 4)
@@ -148,3 +145,11 @@ def _with_local_models(config: Config) -> Config:
     ]
     target = config.target.model_copy(update={"model": resolve_model(config.target.model)})
     return config.model_copy(update={"target": target, "drafter_pools": pools})
+
+
+def _with_whole_drafts(config: Config) -> Config:
+    settings = config.orchestrator.model_copy(
+        update={"adaptive_draft_length": False, "default_pool": ""}
+    )
+    pools = [pool for pool in config.drafter_pools if pool.kind == "ngram"]
+    return config.model_copy(update={"drafter_pools": pools, "orchestrator": settings})

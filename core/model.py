@@ -22,7 +22,7 @@ from core.batch import Row as Row
 from core.config import ModelConfig
 from core.errors import ModelError
 from core.kv_cache import SlotCache
-from core.packing import pack_linears
+from core.packing import pack_linears, watch_inputs
 from core.tokenizer import Tokenizer
 from core.types import ModelIdentity
 
@@ -97,13 +97,15 @@ class RaggedModel:
         self.max_batch_tokens = config.max_batch_tokens
         probe = ProbeContext()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), watch_inputs(model) as groups:
                 self.vocab_size = self._run([0, 0], [0, 1], [1], probe).shape[1]
         except ModelError:
             raise
         except Exception as error:  # the boundary to the library's model code
             raise ModelError(f"model: {text.model_type} does not run: {error}") from error
         model_facts.check_layers(model, text, probe.options, probe.num_calls)
+        if config.pack_weights:
+            pack_linears(model, groups)
         self.cache = SlotCache(probe.layers, config.max_sequences, self.max_length)
         self._limits = BatchLimits(config.max_batch_tokens, self.max_length, self.vocab_size)
         tokenizer = _load_tokenizer(config)
@@ -145,8 +147,6 @@ class RaggedModel:
         hook = getattr(model, "_hf_hook", None)
         if hook is not None:  # the head may be on another device than the inputs
             hook.skip_keys = [*_as_list(hook.skip_keys), "logits_to_keep"]
-        if config.pack_weights:
-            pack_linears(model)
         return cls(config, model)
 
     # ------------------------------------------------------------ sequences

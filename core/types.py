@@ -12,23 +12,10 @@ and the receiver truncates to it, so repeating a message is always safe.
 import enum
 from dataclasses import dataclass, field
 
-from core.params import (
-    Constraint,
-    ConstraintKind,
-    Rule,
-    SamplingParams,
-    SparseDistribution,
-    TokenLogprobs,
-)
-
-__all__ = [
-    "Constraint",
-    "ConstraintKind",
-    "Rule",
-    "SamplingParams",
-    "SparseDistribution",
-    "TokenLogprobs",
-]
+from core.params import Rule as Rule
+from core.params import SamplingParams as SamplingParams
+from core.params import SparseDistribution as SparseDistribution
+from core.params import TokenLogprobs as TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from core.wire_common import (
     sampling_from_proto,
     sampling_to_proto,
 )
-from protos import verifier_pb2
+from protos import common_pb2, verifier_pb2
 
 _STATUSES: Final[Mapping[VerdictStatus, verifier_pb2.VerdictStatus]] = {
     VerdictStatus.OK: verifier_pb2.VERDICT_STATUS_OK,
@@ -133,9 +133,9 @@ def _verify_row_from_proto(message: verifier_pb2.VerifyRow) -> VerifyRow:
     )
 
 
-def _logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[verifier_pb2.TokenLogprobs]:
+def _logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
     return [
-        verifier_pb2.TokenLogprobs(
+        common_pb2.TokenLogprobs(
             logprob=entry.logprob,
             top_token_ids=entry.top_token_ids,
             top_logprobs=entry.top_logprobs,
@@ -145,7 +145,7 @@ def _logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[verifier_pb2.To
 
 
 def _logprobs_from_proto(
-    messages: Iterable[verifier_pb2.TokenLogprobs],
+    messages: Iterable[common_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs, ...]:
     return tuple(
         [TokenLogprobs(m.logprob, tuple(m.top_token_ids), tuple(m.top_logprobs)) for m in messages]

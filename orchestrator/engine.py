@@ -25,6 +25,7 @@ from orchestrator.stream import Detokenizer, Stream
 from orchestrator.verifying import Verifying
 
 _DRAFTER_START_S = 10.0
+_DELIVERY_DELAY_S = 0.003
 
 
 class Engine:
@@ -61,6 +62,8 @@ class Engine:
         )
         self._ids = itertools.count(1)
         self._wake: asyncio.TimerHandle | None = None
+        self._deliveries: list[Callable[[], None]] = []
+        self._delivery: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._is_draining = False
         self._started_at = time.monotonic()
@@ -120,6 +123,7 @@ class Engine:
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the orchestrator is shutting down"))
         self._set_timer(None)
+        self._deliver(is_urgent=True)
         await self._drafting.stop()
         await self._verifying.stop()
 
@@ -177,8 +181,28 @@ class Engine:
         deadlines = [self._feed(replica) for replica in self._verifying.pool.ready()]
         self._verifying.flush()
         self._drafting.flush()
-        self._set_timer(min((d for d in deadlines if d is not None), default=None))
+        wake_at = min((d for d in deadlines if d is not None), default=None)
+        self._set_timer(wake_at)
+        self._deliver(is_urgent=wake_at is None)
         self._changed.set()
+
+    def _deliver(self, is_urgent: bool) -> None:
+        """Hand blocks to the clients, once the services have what they need to go on.
+
+        Clients take the same core as drafters and this loop: a block that is delivered while a
+        plan is awaited delays the plan, and with it the target. It waits for it a moment.
+        """
+        if not is_urgent and self._deliveries:
+            if self._delivery is None:
+                loop = asyncio.get_running_loop()
+                self._delivery = loop.call_later(_DELIVERY_DELAY_S, self._deliver, True)
+            return
+        if self._delivery is not None:
+            self._delivery.cancel()
+            self._delivery = None
+        deliveries, self._deliveries = self._deliveries, []
+        for deliver in deliveries:
+            deliver()
 
     def _feed(self, replica: Replica) -> float | None:
         """Send a verifier all the batches it may have; returns when to look again, if ever."""
@@ -232,7 +256,8 @@ class Engine:
         ids, text, end = stream.cut(verdict.token_ids)
         accepted = sequence.commit(ids, row, verdict.accepted)
         self._drafting.count(sequence, len(row.draft_token_ids), accepted)
-        stream.deliver(ids, accepted, text, end, time.monotonic())
+        now = time.monotonic()
+        self._deliveries.append(lambda: stream.deliver(ids, accepted, text, end, now))
         if end is not None:
             self._release(sequence)
         else:

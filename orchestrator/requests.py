@@ -9,16 +9,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from core.types import SamplingParams
+from core.params import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When to stop. `stop_token_ids` holds the model's end tokens too, unless ignored."""
+    """When to stop. `stop_token_ids` holds the model's end tokens too, unless ignored.
+
+    With `include_stop` the stop string that matched stays in the text.
+    """
 
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,14 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """What blocks carry. logprobs: likeliest tokens per token, 0 for the token's own only."""
+
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One admitted request; lengths and ids are already checked against the target."""
 
@@ -39,6 +51,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stopping: Stopping
     speculation: Speculation = field(default_factory=Speculation)
+    output: Output = field(default_factory=Output)
 
 
 class FinishReason(enum.Enum):
@@ -94,12 +107,15 @@ class Block:
     """The tokens one verdict committed: the first `accepted` were drafted, the rest the target's.
 
     `text` is what became final with them: complete code points, no part of a stop string.
+    `logprobs` has one entry per id when asked for; `prompt_logprobs` come with the first block.
     """
 
     token_ids: tuple[int, ...]
     accepted: int
     text: str
     finished: Finished | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Health(enum.Enum):

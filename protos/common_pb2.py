@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/common.proto\x12\nforerun.v1\"F\n\nConstraint\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.forerun.v1.ConstraintKind\x12\x0e\n\x06source\x18\x02 \x01(\t\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe3\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\x1e\n\x04rule\x18\x05 \x01(\x0e\x32\x10.forerun.v1.Rule\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\ttypical_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1c\n\x14no_repeat_ngram_size\x18\x0b \x01(\r\x12)\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x15.forerun.v1.LogitBias\x12+\n\rbad_words_ids\x18\r \x03(\x0b\x32\x14.forerun.v1.TokenIds\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x15\n\rend_token_ids\x18\x0f \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x10 \x01(\r\x12\x17\n\x0f\x65nsemble_weight\x18\x11 \x01(\x01\x12*\n\nconstraint\x18\x12 \x01(\x0b\x32\x16.forerun.v1.Constraint\">\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"Q\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t*\x80\x01\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x10\n\x0cRULE_COUPLED\x10\x02\x12\x12\n\x0eRULE_REJECTION\x10\x03\x12\x11\n\rRULE_ENSEMBLE\x10\x04\x12\x18\n\x14RULE_TOKEN_REJECTION\x10\x05*\x8a\x01\n\x0e\x43onstraintKind\x12\x1f\n\x1b\x43ONSTRAINT_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_SCHEMA\x10\x01\x12\x19\n\x15\x43ONSTRAINT_KIND_REGEX\x10\x02\x12\x1b\n\x17\x43ONSTRAINT_KIND_GRAMMAR\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/common.proto\x12\nforerun.v1\"F\n\nConstraint\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.forerun.v1.ConstraintKind\x12\x0e\n\x06source\x18\x02 \x01(\t\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe3\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\x1e\n\x04rule\x18\x05 \x01(\x0e\x32\x10.forerun.v1.Rule\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\ttypical_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12\x1c\n\x14no_repeat_ngram_size\x18\x0b \x01(\r\x12)\n\nlogit_bias\x18\x0c \x03(\x0b\x32\x15.forerun.v1.LogitBias\x12+\n\rbad_words_ids\x18\r \x03(\x0b\x32\x14.forerun.v1.TokenIds\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x15\n\rend_token_ids\x18\x0f \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x10 \x01(\r\x12\x17\n\x0f\x65nsemble_weight\x18\x11 \x01(\x01\x12*\n\nconstraint\x18\x12 \x01(\x0b\x32\x16.forerun.v1.Constraint\">\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"Q\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02*\x80\x01\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x10\n\x0cRULE_COUPLED\x10\x02\x12\x12\n\x0eRULE_REJECTION\x10\x03\x12\x11\n\rRULE_ENSEMBLE\x10\x04\x12\x18\n\x14RULE_TOKEN_REJECTION\x10\x05*\x8a\x01\n\x0e\x43onstraintKind\x12\x1f\n\x1b\x43ONSTRAINT_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_SCHEMA\x10\x01\x12\x19\n\x15\x43ONSTRAINT_KIND_REGEX\x10\x02\x12\x1b\n\x17\x43ONSTRAINT_KIND_GRAMMAR\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RULE']._serialized_start=811
-  _globals['_RULE']._serialized_end=939
-  _globals['_CONSTRAINTKIND']._serialized_start=942
-  _globals['_CONSTRAINTKIND']._serialized_end=1080
+  _globals['_RULE']._serialized_start=890
+  _globals['_RULE']._serialized_end=1018
+  _globals['_CONSTRAINTKIND']._serialized_start=1021
+  _globals['_CONSTRAINTKIND']._serialized_end=1159
   _globals['_CONSTRAINT']._serialized_start=35
   _globals['_CONSTRAINT']._serialized_end=105
   _globals['_LOGITBIAS']._serialized_start=107
@@ -47,4 +47,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPARSEDISTRIBUTION']._serialized_end=725
   _globals['_MODELIDENTITY']._serialized_start=727
   _globals['_MODELIDENTITY']._serialized_end=808
+  _globals['_TOKENLOGPROBS']._serialized_start=810
+  _globals['_TOKENLOGPROBS']._serialized_end=887
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\nforerun.v1\x1a\x13protos/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.forerun.v1.ChatMessage\"\xf3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x14.forerun.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.forerun.v1.ChatH\x00\x12\x1f\n\x17\x63ontinue_from_token_ids\x18\x05 \x03(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.forerun.v1.SamplingOptions\x12-\n\x08stopping\x18\x07 \x01(\x0b\x32\x1b.forerun.v1.StoppingOptions\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.forerun.v1.SpeculationOptions\x12)\n\x06output\x18\t \x01(\x0b\x32\x19.forerun.v1.OutputOptionsB\x07\n\x05input\"\xf2\x03\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.forerun.v1.SamplingOptions.LogitBiasEntry\x12+\n\rbad_words_ids\x18\t \x03(\x0b\x32\x14.forerun.v1.TokenIds\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\xab\x01\n\x0fStoppingOptions\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\xb3\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\x05\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x1e\n\x04rule\x18\x04 \x01(\x0e\x32\x10.forerun.v1.Rule\x12\x1c\n\x0f\x65nsemble_weight\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_enabledB\x12\n\x10_ensemble_weight\"f\n\rOutputOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x02 \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x03 \x01(\x08\x42\x0b\n\t_logprobs\"\xc0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x07origins\x18\x04 \x03(\x0e\x32\x17.forerun.v1.TokenOrigin\x12+\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x14.forerun.v1.FinishedH\x00\x88\x01\x01\x12\x13\n\x0btoken_texts\x18\x06 \x03(\tB\x0b\n\t_finished\"\x8c\x02\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.forerun.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.forerun.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x31\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1c.forerun.v1.SpeculationStats\x12\x1e\n\x16time_to_first_token_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x42\x10\n\x0e_stop_token_id\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\xfb\x03\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\r\x12\x15\n\rnum_plan_hits\x18\x07 \x01(\r\x12\x41\n\x0bplan_misses\x18\x08 \x03(\x0b\x32,.forerun.v1.SpeculationStats.PlanMissesEntry\x12G\n\x0e\x66\x61llback_steps\x18\t \x03(\x0b\x32/.forerun.v1.SpeculationStats.FallbackStepsEntry\x12\x18\n\x10num_verify_steps\x18\n \x01(\r\x12\x0f\n\x07\x64rafter\x18\x0b \x01(\t\x1a\x31\n\x0fPlanMissesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x34\n\x12\x46\x61llbackStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*e\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x1f\n\x1bTOKEN_ORIGIN_ACCEPTED_DRAFT\x10\x01\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x02*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.forerun.v1.GenerateRequest\x1a\x1c.forerun.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\nforerun.v1\x1a\x13protos/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.forerun.v1.ChatMessage\"\xb5\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x30\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x14.forerun.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.forerun.v1.ChatH\x00\x12\x1f\n\x17\x63ontinue_from_token_ids\x18\x05 \x03(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.forerun.v1.SamplingOptions\x12-\n\x08stopping\x18\x07 \x01(\x0b\x32\x1b.forerun.v1.StoppingOptions\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.forerun.v1.SpeculationOptions\x12)\n\x06output\x18\t \x01(\x0b\x32\x19.forerun.v1.OutputOptions\x12*\n\nconstraint\x18\n \x01(\x0b\x32\x16.forerun.v1.Constraint\x12\x0e\n\x01n\x18\x0b \x01(\x05H\x01\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_n\"\xd4\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.forerun.v1.SamplingOptions.LogitBiasEntry\x12+\n\rbad_words_ids\x18\t \x03(\x0b\x32\x14.forerun.v1.TokenIds\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x16\n\ttypical_p\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12!\n\x14no_repeat_ngram_size\x18\x0c \x01(\x05H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0c\n\n_typical_pB\x17\n\x15_no_repeat_ngram_size\"\xc1\x01\n\x0fStoppingOptions\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokens\"\xb3\x01\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\x05\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x1e\n\x04rule\x18\x04 \x01(\x0e\x32\x10.forerun.v1.Rule\x12\x1c\n\x0f\x65nsemble_weight\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_enabledB\x12\n\x10_ensemble_weight\"f\n\rOutputOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x02 \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x03 \x01(\x08\x42\x0b\n\t_logprobs\"\xb1\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x07origins\x18\x04 \x03(\x0e\x32\x17.forerun.v1.TokenOrigin\x12+\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x14.forerun.v1.FinishedH\x00\x88\x01\x01\x12\x13\n\x0btoken_texts\x18\x06 \x03(\t\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.forerun.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.forerun.v1.TokenLogprobs\x12\x0e\n\x06sample\x18\t \x01(\rB\x0b\n\t_finished\"\x8c\x02\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.forerun.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.forerun.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x31\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1c.forerun.v1.SpeculationStats\x12\x1e\n\x16time_to_first_token_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x42\x10\n\x0e_stop_token_id\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\xfb\x03\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\r\x12\x15\n\rnum_plan_hits\x18\x07 \x01(\r\x12\x41\n\x0bplan_misses\x18\x08 \x03(\x0b\x32,.forerun.v1.SpeculationStats.PlanMissesEntry\x12G\n\x0e\x66\x61llback_steps\x18\t \x03(\x0b\x32/.forerun.v1.SpeculationStats.FallbackStepsEntry\x12\x18\n\x10num_verify_steps\x18\n \x01(\r\x12\x0f\n\x07\x64rafter\x18\x0b \x01(\t\x1a\x31\n\x0fPlanMissesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x34\n\x12\x46\x61llbackStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*e\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x1f\n\x1bTOKEN_ORIGIN_ACCEPTED_DRAFT\x10\x01\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x02*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.forerun.v1.GenerateRequest\x1a\x1c.forerun.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,38 +38,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATIONSTATS_PLANMISSESENTRY']._serialized_options = b'8\001'
   _globals['_SPECULATIONSTATS_FALLBACKSTEPSENTRY']._loaded_options = None
   _globals['_SPECULATIONSTATS_FALLBACKSTEPSENTRY']._serialized_options = b'8\001'
-  _globals['_TOKENORIGIN']._serialized_start=2557
-  _globals['_TOKENORIGIN']._serialized_end=2658
-  _globals['_FINISHREASON']._serialized_start=2661
-  _globals['_FINISHREASON']._serialized_end=2793
+  _globals['_TOKENORIGIN']._serialized_start=2856
+  _globals['_TOKENORIGIN']._serialized_end=2957
+  _globals['_FINISHREASON']._serialized_start=2960
+  _globals['_FINISHREASON']._serialized_end=3092
   _globals['_CHATMESSAGE']._serialized_start=60
   _globals['_CHATMESSAGE']._serialized_end=104
   _globals['_CHAT']._serialized_start=106
   _globals['_CHAT']._serialized_end=155
   _globals['_GENERATEREQUEST']._serialized_start=158
-  _globals['_GENERATEREQUEST']._serialized_end=529
-  _globals['_SAMPLINGOPTIONS']._serialized_start=532
-  _globals['_SAMPLINGOPTIONS']._serialized_end=1030
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=861
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=909
-  _globals['_STOPPINGOPTIONS']._serialized_start=1033
-  _globals['_STOPPINGOPTIONS']._serialized_end=1204
-  _globals['_SPECULATIONOPTIONS']._serialized_start=1207
-  _globals['_SPECULATIONOPTIONS']._serialized_end=1386
-  _globals['_OUTPUTOPTIONS']._serialized_start=1388
-  _globals['_OUTPUTOPTIONS']._serialized_end=1490
-  _globals['_GENERATERESPONSE']._serialized_start=1493
-  _globals['_GENERATERESPONSE']._serialized_end=1685
-  _globals['_FINISHED']._serialized_start=1688
-  _globals['_FINISHED']._serialized_end=1956
-  _globals['_USAGE']._serialized_start=1958
-  _globals['_USAGE']._serialized_end=2045
-  _globals['_SPECULATIONSTATS']._serialized_start=2048
-  _globals['_SPECULATIONSTATS']._serialized_end=2555
-  _globals['_SPECULATIONSTATS_PLANMISSESENTRY']._serialized_start=2452
-  _globals['_SPECULATIONSTATS_PLANMISSESENTRY']._serialized_end=2501
-  _globals['_SPECULATIONSTATS_FALLBACKSTEPSENTRY']._serialized_start=2503
-  _globals['_SPECULATIONSTATS_FALLBACKSTEPSENTRY']._serialized_end=2555
-  _globals['_GENERATIONSERVICE']._serialized_start=2795
-  _globals['_GENERATIONSERVICE']._serialized_end=2887
+  _globals['_GENERATEREQUEST']._serialized_end=595
+  _globals['_SAMPLINGOPTIONS']._serialized_start=598
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1194
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=986
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1034
+  _globals['_STOPPINGOPTIONS']._serialized_start=1197
+  _globals['_STOPPINGOPTIONS']._serialized_end=1390
+  _globals['_SPECULATIONOPTIONS']._serialized_start=1393
+  _globals['_SPECULATIONOPTIONS']._serialized_end=1572
+  _globals['_OUTPUTOPTIONS']._serialized_start=1574
+  _globals['_OUTPUTOPTIONS']._serialized_end=1676
+  _globals['_GENERATERESPONSE']._serialized_start=1679
+  _globals['_GENERATERESPONSE']._serialized_end=1984
+  _globals['_FINISHED']._serialized_start=1987
+  _globals['_FINISHED']._serialized_end=2255
+  _globals['_USAGE']._serialized_start=2257
+  _globals['_USAGE']._serialized_end=2344
+  _globals['_SPECULATIONSTATS']._serialized_start=2347
+  _globals['_SPECULATIONSTATS']._serialized_end=2854
+  _globals['_SPECULATIONSTATS_PLANMISSESENTRY']._serialized_start=2751
+  _globals['_SPECULATIONSTATS_PLANMISSESENTRY']._serialized_end=2800
+  _globals['_SPECULATIONSTATS_FALLBACKSTEPSENTRY']._serialized_start=2802
+  _globals['_SPECULATIONSTATS_FALLBACKSTEPSENTRY']._serialized_end=2854
+  _globals['_GENERATIONSERVICE']._serialized_start=3094
+  _globals['_GENERATIONSERVICE']._serialized_end=3186
 # @@protoc_insertion_point(module_scope)

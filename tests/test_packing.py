@@ -8,7 +8,7 @@ from torch import nn
 
 from core.config import ModelConfig
 from core.model import RaggedModel, Row
-from core.packing import PackedLinear, can_pack, pack_linears
+from core.packing import PackedLinear, can_pack, pack_linears, watch_inputs
 from tests.tiny_models import TinyFactory, save_tiny
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="this CPU has no bf16 products in oneDNN")
@@ -25,6 +25,29 @@ def test_packed_product_is_bitwise_the_plain_one(rows: int, bias: bool) -> None:
         x = torch.randn(1, rows, 192, generator=generator).bfloat16()
         packed = PackedLinear(linear)
         assert torch.equal(packed(x), linear(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 40, 300])
+def test_layers_that_share_an_input_are_one_product_bit_for_bit(rows: int) -> None:
+    """Breaks when fusing changes a bit, mixes the parts up, or serves an old input's output."""
+    generator = torch.Generator().manual_seed(rows)
+    model = nn.ModuleList(nn.Linear(192, size, dtype=torch.bfloat16) for size in (576, 192, 64))
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        inputs = [torch.randn(1, rows, 192, generator=generator).bfloat16() for _ in range(2)]
+        expected = [[layer(x) for layer in model] for x in inputs]
+        with watch_inputs(model) as groups:
+            for layer in model:
+                layer(inputs[0])
+        assert [len(group) for group in groups] == [3]
+        assert pack_linears(model, groups) == 3
+        for x, outputs in zip(inputs, expected, strict=True):
+            assert all(torch.equal(layer(x), y) for layer, y in zip(model, outputs, strict=True))
+        # Out of order, and with inputs that differ: each must still get its own.
+        assert torch.equal(model[1](inputs[0]), expected[0][1])
+        assert torch.equal(model[0](inputs[1]), expected[1][0])
+        assert torch.equal(model[2](inputs[0]), expected[0][2])
 
 
 def test_only_plain_bf16_linears_are_packed() -> None:
