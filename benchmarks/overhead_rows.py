@@ -34,7 +34,8 @@ def _rounds(
         draft: tuple[int, ...] = ()
         wanted = min(limit, end - len(tokens) - 1)
         if drafter is not None and wanted > 0:
-            [draft] = drafter.draft([DraftJob(0, tokens, wanted, SamplingParams())])
+            [guess] = drafter.draft([DraftJob(0, tokens, wanted, SamplingParams())])
+            draft = guess.token_ids
         rounds.append((len(tokens) - 1, [tokens[-1], *draft], 1 + len(draft)))
         tokens += block.token_ids
     drafted = sum(len(round_[1]) - 1 for round_ in rounds)

@@ -99,7 +99,7 @@ def answers(path: str, tasks: Sequence[str], new_tokens: int) -> list[tuple[list
 def ours(k: int, **options: int) -> Draft:
     """The drafter of a pool with these options."""
     drafter = NgramDrafter(DrafterPoolConfig(name="bench", kind="ngram", options=options))
-    return lambda tokens: drafter.draft([DraftJob(0, tokens, k, SamplingParams())])[0]
+    return lambda tokens: drafter.draft([DraftJob(0, tokens, k, SamplingParams())])[0].token_ids
 
 
 def theirs(k: int, ngram: int) -> Draft:

@@ -44,14 +44,16 @@ async def _eight(bench: Bench, tasks: Sequence[str], drafter: str) -> Measuremen
     return Measurement(*runs, _notes(seen))
 
 
-async def _one(bench: Bench, tasks: Sequence[str], drafter: str, lookup: int = 0) -> Measurement:
+async def _one(
+    bench: Bench, tasks: Sequence[str], drafter: str, lookup: int = 0, num_runs: int = 0
+) -> Measurement:
     """One client, prompt after prompt, in turns with `generate` on the same prompt."""
     stack = await bench.stack()
     num_tokens = bench.scale.num_new_tokens
     ours: list[float] = []
     theirs: list[float] = []
     seen: list[Generation] = []
-    for _ in range(bench.scale.num_runs):
+    for _ in range(num_runs or bench.scale.num_runs):
         seconds = [0.0, 0.0]
         for prompt in bench.fresh(tasks):
             begin = time.perf_counter()
@@ -140,13 +142,13 @@ async def ngram_1_client(bench: Bench) -> Measurement:
 @row("plain_1_client", unit="tokens/s")
 async def plain_1_client(bench: Bench) -> Measurement:
     """One client without drafts against plain `generate`."""
-    return await _one(bench, MIXED[:4], drafter="")
+    return await _one(bench, MIXED[:4], drafter="", num_runs=2)
 
 
 @row("draft_model_1_client", unit="tokens/s")
 async def draft_model_1_client(bench: Bench) -> Measurement:
     """One client with the pool of a small model against plain `generate`."""
-    return await _one(bench, MIXED[:4], bench.pool("draft_model"))
+    return await _one(bench, MIXED[:4], bench.pool("draft_model"), num_runs=2)
 
 
 @row("greedy_texts_equal", unit="texts")

@@ -83,6 +83,7 @@ class RaggedModel:
         identity: name, head size and tokenizer fingerprint ("" without a tokenizer).
         vocab_size: ids the head produces. tokenizer_size: ids from here on are padding.
         max_length: tokens a sequence may have. max_batch_tokens: tokens of one forward.
+        tokenizer: the checkpoint's, None without one.
         eos_token_ids, default_sampling: from the model's generation config.
         cache: the slots.
     """
@@ -108,7 +109,7 @@ class RaggedModel:
             pack_linears(model, groups)
         self.cache = SlotCache(probe.layers, config.max_sequences, self.max_length)
         self._limits = BatchLimits(config.max_batch_tokens, self.max_length, self.vocab_size)
-        tokenizer = _load_tokenizer(config)
+        self.tokenizer = tokenizer = _load_tokenizer(config)
         self.tokenizer_size = min(self.vocab_size, tokenizer.size if tokenizer else self.vocab_size)
         fingerprint = tokenizer.fingerprint if tokenizer else ""
         self.identity = ModelIdentity(config.model, self.vocab_size, fingerprint)

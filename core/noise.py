@@ -1,9 +1,10 @@
-"""Position-keyed noise, and the argmax over scores that it perturbs.
+"""Keyed noise, and the argmax over scores that it perturbs.
 
 The noise of a token is a pure function of (seed, position, token id): the same bits on every
 device and in every language. docs/noise.md defines it and publishes test vectors. SplitMix64 runs
 over the token ids from a key made of seed and position; torch's int64 wraps around, so signed
-arithmetic gives the unsigned bits.
+arithmetic gives the unsigned bits. Rules that accept by chance draw from three more families of
+keys, each a domain of its own and keyed by the block as well.
 
 `argmax_dense` is the definition; `possible_winners` and `argmax_among` are the same argmax for
 CPUs, several times cheaper: most tokens are known to lose before any logarithm is taken.
@@ -23,7 +24,17 @@ NO_TOKEN = -1
 _MASK64 = (1 << 64) - 1
 _TOKEN_STEP = 0x9E3779B97F4A7C15
 _POSITION_STEP = 0xD1342543DE82EF95
+_INDEX_STEP = 0xA0761D6478BD642F
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+ACCEPT_DOMAIN = 0x6163636570746564
+"""Whether a drafted token is accepted. The domains are eight letters of ASCII: `accepted`."""
+
+CORRECTION_DOMAIN = 0x636F727265637473
+"""What the target commits behind the accepted tokens: `corrects`."""
+
+DRAFT_DOMAIN = 0x6472616674696E67
+"""What a drafter samples: `drafting`."""
 
 _PRUNE_FACTOR = 40.0
 """Above the largest value of -log(U) / (1 - U), which is 36.74 at the smallest U, 2^-53."""
@@ -48,6 +59,10 @@ def row_key(seed: int, position: int) -> int:
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device | str) -> Tensor:
     """`row_key` of each row as int64 `[n]`. seeds are in [0, 2^64); positions are absolute."""
     keys = [row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    return _key_tensor(keys, device)
+
+
+def _key_tensor(keys: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)
 
 
@@ -110,7 +125,67 @@ def _to_gumbel(u: Tensor) -> Tensor:
     return u.log_().neg_().log_().neg_()
 
 
+# ---------------------------------------------------------------- keyed by block
+
+
+def block_key(seed: int, domain: int, start: int, index: int) -> int:
+    """The key of one chance within a block: `start` is where the block's first token stands.
+
+    The position alone would not do. Block verification looks at the uniforms of rejected positions
+    too; met again by the next block's draft they would no longer be uniform.
+    """
+    key = row_key((mix64(seed) + domain) & _MASK64, start)
+    return mix64(key + (index + 1) * _INDEX_STEP)
+
+
+def accept_uniform(seed: int, start: int, index: int) -> float:
+    """The uniform in (0, 1) that the block's drafted token `index` has to stay below."""
+    key = block_key(seed, ACCEPT_DOMAIN, start, index)
+    return ((mix64(key + _TOKEN_STEP) >> 12) + 0.5) * 2.0**-52
+
+
+def correction_keys(
+    seeds: Sequence[int],
+    starts: Sequence[int],
+    indices: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Keys, int64 `[n]`, for the target's own token behind `indices` accepted ones of a block."""
+    return _block_keys(CORRECTION_DOMAIN, seeds, starts, indices, device)
+
+
+def draft_keys(
+    seeds: Sequence[int],
+    starts: Sequence[int],
+    indices: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Keys, int64 `[n]`, for a drafter that samples token `indices` of a block from its q."""
+    return _block_keys(DRAFT_DOMAIN, seeds, starts, indices, device)
+
+
+def _block_keys(
+    domain: int,
+    seeds: Sequence[int],
+    starts: Sequence[int],
+    indices: Sequence[int],
+    device: torch.device | str,
+) -> Tensor:
+    places = zip(seeds, starts, indices, strict=True)
+    return _key_tensor([block_key(seed, domain, *place) for seed, *place in places], device)
+
+
 # ---------------------------------------------------------------- argmax(scores + G)
+
+
+def argmax_noisy(scores: Tensor, keys: Tensor) -> Tensor:
+    """argmax(scores + G), int64 `[n]`, in the way that is fast on the device of `scores` `[n, V]`.
+
+    Rows must have a finite maximum; what a row without one gets depends on the device.
+    """
+    if scores.device.type != "cpu":
+        return argmax_dense(scores, keys)
+    return argmax_among(scores, keys, *possible_winners(scores, keys))
 
 
 def argmax_dense(scores: Tensor, keys: Tensor) -> Tensor:

@@ -14,6 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+#: A single row of more values than this is summed in another order than one of several rows, so
+#: it is computed twice. Nothing is read twice for that; the second row is nearly free.
+MAX_SINGLE_ROW = 1024
+
 
 class _Product:
     """`x [W1; W2; ...]^T + [b1; b2; ...]` of one or more layers, computed once per input."""
@@ -30,7 +34,13 @@ class _Product:
     def part(self, index: int, x: Tensor) -> Tensor:
         """The output of layer `index`; the others' are kept until the last has been asked for."""
         if self._input is not x:
-            output = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            is_single = x.numel() == x.shape[-1] > MAX_SINGLE_ROW
+            rows = torch.cat([x, x], dim=-2) if is_single else x
+            output = torch.ops.mkldnn._linear_pointwise(
+                rows, self._packed, self._bias, "none", [], ""
+            )
+            if is_single:
+                output = output[..., :1, :]
             if len(self.sizes) == 1:
                 return output  # type: ignore[no-any-return]
             self._input, self._outputs = x, output.split(self.sizes, dim=-1)

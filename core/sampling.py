@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top_k and top_p, then the draw.
+"""From logits to tokens: temperature and the truncations, then the draw.
 
 A draw is a pure function of logits, parameters, seed and position (its noise is `core.noise`), so
 a repeated, reordered or rebatched call draws the same token. Every row is computed by itself: its
@@ -10,7 +10,8 @@ by row within the core's cache, touching only the tokens that matter. Tests hold
 Knows nothing of drafts, verdicts, models or requests. Shapes: n rows, V vocabulary.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,17 +34,24 @@ _MIN_TEMPERATURE = 1e-30
 
 _SAFETY = 0.9
 
+_SLACK = 1e-6
+"""Above what fp32 can round a mass by."""
+
+_RADII = (1.0, 2.0, 4.0, 8.0)
+"""In nats: where `_typical` looks first, most distributions of language models are done by 4."""
+
 _GROUP = 8
 """Rows that a CPU works on at once: buffers this small are reused, larger ones fault in anew."""
 
 
 def process_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, then top_k, then top_p, each row with its own; greedy rows stay as they are.
+    """Temperature, top_k, top_p, min_p, typical_p in this order, each row with its own; greedy
+    rows stay as they are.
 
     logits: fp32 `[n, V]`, not changed. Returns fp32 `[n, V]`: scaled logits, -inf where a token
     was cut. The meaning is that of transformers' warpers: top_k keeps every token that ties with
     the k-th; top_p always keeps one token, and of those that tie at its border cuts the lowest ids
-    (transformers leaves this choice to an unstable sort).
+    (transformers leaves this choice to an unstable sort); typical_p keeps all that tie there.
     """
     scores = _scale(logits, params)
     cut = [i for i, p in enumerate(params) if _is_cut(p, logits.shape[1])]
@@ -125,7 +133,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 def _is_cut(params: SamplingParams, vocab_size: int) -> bool:
     """Whether truncation can take any token from the row."""
-    return not _is_greedy(params) and (0 < params.top_k < vocab_size or params.top_p < 1.0)
+    return not _is_greedy(params) and any(True for _ in _cuts(params, vocab_size))
 
 
 def _row_index(rows: list[int], like: Tensor) -> Tensor | slice:
@@ -141,17 +149,64 @@ def _scale(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _kept_tokens(scores: Tensor, params: SamplingParams) -> Tensor:
-    """The tokens of one row `[V]` that top_k and then top_p leave, in the order of their ids."""
+    """The tokens of one row `[V]` that its truncations leave, in the order of their ids."""
     kept = None
-    if 0 < params.top_k < len(scores):
-        last = scores.topk(params.top_k).values[-1]
-        kept = (scores >= last).nonzero().squeeze(1)
-        scores = scores[kept]
-    if params.top_p < 1.0:
-        nucleus = _nucleus(scores, 1.0 - params.top_p)
-        kept = nucleus if kept is None else kept[nucleus]
+    for cut in _cuts(params, len(scores)):
+        chosen = cut(scores)
+        scores = scores[chosen]
+        kept = chosen if kept is None else kept[chosen]
+        if not len(kept):  # of garbage
+            break
     assert kept is not None
     return kept
+
+
+def _cuts(params: SamplingParams, vocab_size: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """The truncations that take anything, in order: from the scores of one row, what stays."""
+    if 0 < params.top_k < vocab_size:
+        yield lambda scores: _indices(scores >= scores.topk(params.top_k).values[-1])
+    if params.top_p < 1.0:
+        yield lambda scores: _nucleus(scores, 1.0 - params.top_p)
+    if params.min_p > 0.0:
+        yield lambda scores: _indices(~_is_unlikely(scores, _log_bar(params)))
+    if params.typical_p < 1.0:
+        yield lambda scores: _indices(_typical(scores, params.typical_p))
+
+
+def _indices(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)
+
+
+def _log_bar(params: SamplingParams) -> float:
+    """How far below the likeliest token's score a score may be under min_p, as a number <= 0."""
+    return math.log(params.min_p) if params.min_p > 0 and not _is_greedy(params) else -math.inf
+
+
+def _is_unlikely(scores: Tensor, log_bar: Tensor | float) -> Tensor:
+    """Which tokens min_p cuts; of scores instead of probabilities, so that no sum is rounded."""
+    return scores - scores.amax(dim=-1, keepdim=True) < log_bar
+
+
+def _surprise_gap(scores: Tensor) -> Tensor:
+    """How far each token's -log p is from the entropy of its row."""
+    log_probs = scores.log_softmax(dim=-1)
+    entropy = -(log_probs.exp() * log_probs).nansum(dim=-1, keepdim=True)
+    return (log_probs + entropy).abs_()
+
+
+def _typical(scores: Tensor, mass: float) -> Tensor:
+    """Which tokens of one row stay: those nearest to its entropy, until `mass` is reached.
+
+    Only tokens within a radius that holds the mass are sorted. What NaN makes stays.
+    """
+    probs, gaps = scores.softmax(dim=-1), _surprise_gap(scores)
+    for radius in (*_RADII, math.inf):
+        near = ~(gaps > radius)
+        if probs.where(near, 0.0).sum(dtype=torch.float64) > mass + _SLACK:
+            break
+    ascending, order = gaps[near].sort()
+    last = (_mass(probs[near][order]) < mass).sum().clamp(max=len(order) - 1)
+    return ~(gaps > ascending[last])
 
 
 def _nucleus(scores: Tensor, budget: float) -> Tensor:
@@ -179,7 +234,7 @@ def _mass(probs: Tensor, tail: float = 0.0) -> Tensor:
 
 
 def _cut_batch(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """top_k and top_p over all rows at once; neutral values where a row has none."""
+    """All truncations over all rows at once; neutral values where a row has none."""
     vocab_size = scores.shape[1]
     top_k = [p.top_k if p.top_k and not _is_greedy(p) else vocab_size for p in params]
     if min(top_k) < vocab_size:
@@ -197,4 +252,22 @@ def _cut_batch(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         removed = _mass(ascending.softmax(dim=-1)) <= budget
         removed[:, -1] = False
         scores = scores.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+    return _cut_batch_further(scores, params)
+
+
+def _cut_batch_further(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """min_p and typical_p, the end of `_cut_batch`."""
+    log_bar = [_log_bar(p) for p in params]
+    if max(log_bar) > -math.inf:
+        unlikely = _is_unlikely(scores, scores.new_tensor(log_bar)[:, None])
+        scores = scores.masked_fill(unlikely, -torch.inf)
+    # No mass reaches 2, so that row's border is its last token.
+    typical_p = [2.0 if _is_greedy(p) or p.typical_p == 1.0 else p.typical_p for p in params]
+    if min(typical_p) < 1.0:
+        gaps = _surprise_gap(scores)
+        ascending, order = gaps.sort(dim=-1)
+        probs = scores.softmax(dim=-1).gather(1, order)
+        last = (_mass(probs) < scores.new_tensor(typical_p)[:, None]).sum(dim=-1, keepdim=True)
+        border = ascending.gather(1, last.clamp_(max=scores.shape[1] - 1))
+        scores = scores.masked_fill(gaps > border, -torch.inf)
     return scores

@@ -74,6 +74,10 @@ class Tokenizer:
         """True when conversations can be turned into prompts."""
         return bool(self._tokenizer.chat_template)
 
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it, for libraries that read that."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens the model puts around one."""
         return list(self._backend.encode(text).ids)

@@ -6,7 +6,12 @@ protocol version raises HandshakeError. Knows nothing itself: the conversions li
 in `core.wire_common`, `core.wire_verifier` and `core.wire_drafter`.
 """
 
-from core.wire_common import rule_from_proto, sampling_from_proto, sampling_to_proto
+from core.wire_common import (
+    constraint_from_proto,
+    rule_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from core.wire_drafter import (
     draft_commands_from_proto,
     draft_commands_to_proto,
@@ -16,6 +21,7 @@ from core.wire_drafter import (
     drafter_info_to_proto,
 )
 from core.wire_verifier import (
+    logprobs_to_proto,
     verifier_info_from_proto,
     verifier_info_to_proto,
     verify_batch_from_proto,
@@ -25,12 +31,14 @@ from core.wire_verifier import (
 )
 
 __all__ = [
+    "constraint_from_proto",
     "draft_commands_from_proto",
     "draft_commands_to_proto",
     "draft_plans_from_proto",
     "draft_plans_to_proto",
     "drafter_info_from_proto",
     "drafter_info_to_proto",
+    "logprobs_to_proto",
     "rule_from_proto",
     "sampling_from_proto",
     "sampling_to_proto",

@@ -133,7 +133,8 @@ def _verify_row_from_proto(message: verifier_pb2.VerifyRow) -> VerifyRow:
     )
 
 
-def _logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+def logprobs_to_proto(entries: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
+    """Log-probabilities are rounded to fp32, which the target computes them in."""
     return [
         common_pb2.TokenLogprobs(
             logprob=entry.logprob,
@@ -166,8 +167,8 @@ def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
                 accepted=verdict.accepted,
                 token_ids=verdict.token_ids,
                 cached_tokens=verdict.cached_tokens,
-                logprobs=_logprobs_to_proto(verdict.logprobs),
-                prompt_logprobs=_logprobs_to_proto(verdict.prompt_logprobs),
+                logprobs=logprobs_to_proto(verdict.logprobs),
+                prompt_logprobs=logprobs_to_proto(verdict.prompt_logprobs),
             )
             for verdict in result.verdicts
         ],

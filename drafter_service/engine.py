@@ -15,7 +15,7 @@ from collections import defaultdict
 import structlog
 
 from core.types import Branch, DraftCommands, DraftPlans, NeedOpenReason, Plan
-from drafter_service.drafters.base import Drafter, DraftJob
+from drafter_service.drafters.base import Draft, Drafter, DraftJob
 from drafter_service.sequences import HeldSequence, Key, Limits, SequenceTable
 
 #: While drafts are always wanted, the share of steps that goes to reading prompts is one in this.
@@ -72,7 +72,10 @@ class DrafterEngine:
             held.seen = len(job.token_ids)
             if job.num_draft_tokens:
                 held.wanted = 0
-                branch = Branch(held.accepted, held.token_ids[-1], draft[: job.num_draft_tokens])
+                draft = draft.cut(job.num_draft_tokens)
+                branch = Branch(
+                    held.accepted, held.token_ids[-1], draft.token_ids, draft.distributions
+                )
                 plans[key[0]].append(Plan(key[1], held.generation, held.base_length, (branch,)))
         need_opens = self._table.take_need_opens()
         draft_ns = time.perf_counter_ns() - started_ns
@@ -118,7 +121,7 @@ class DrafterEngine:
                 break
         return batch
 
-    def _draft(self, batch: _Batch) -> list[tuple[Key, DraftJob, tuple[int, ...]]]:
+    def _draft(self, batch: _Batch) -> list[tuple[Key, DraftJob, Draft]]:
         """Run the drafter; if it fails, once more for each sequence alone and without its cache."""
         if not batch:
             return []

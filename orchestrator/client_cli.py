@@ -1,16 +1,19 @@
 """`forerun generate` and `forerun status`: the command line's client of the public API.
 
 Speaks gRPC to an orchestrator and knows nothing of what is behind it. Text goes to stdout exactly
-as it arrives, statistics and errors to stderr. On a terminal accepted draft tokens are green.
+as it arrives (of several samples: each when it has ended), statistics and errors to stderr. On a
+terminal accepted draft tokens are green. Options are named as the fields of the API are.
 Errors are one line and exit code 1; Ctrl-C cancels the call. `orchestrator.cli` adds both
 functions to the `forerun` command.
 """
 
 import asyncio
+import collections
 import itertools
 import sys
-from collections.abc import Coroutine
-from typing import Annotated, Any, NoReturn
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import grpc
 import typer
@@ -21,9 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from core.errors import ForerunError
+from core.params import Rule
 from core.rpc import bearer_metadata, create_channel
 from orchestrator.server import read_token
 from protos import cluster_pb2 as cluster
+from protos import common_pb2
 from protos import generation_pb2 as pb
 from protos.cluster_pb2_grpc import ClusterServiceStub
 from protos.generation_pb2_grpc import GenerationServiceStub
@@ -38,40 +43,83 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
     chat: Annotated[bool, typer.Option("--chat", help="Answer the prompt as a message.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Least part of the best's chance.")] = None,
+    typical_p: Annotated[float | None, typer.Option(help="Keep the typical mass.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: less of it.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Once per token.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Per occurrence.")] = None,
+    no_repeat_ngram_size: Annotated[int | None, typer.Option(help="Forbid a repetition.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Samples; each is printed when it ends.")] = 1,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(help="Fewest before an end token.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; repeatable.")] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep it.")] = False,
+    json_schema: Annotated[Path | None, typer.Option(help="File; the text is of it.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole text matches it.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="And of so many others; --json.")] = None,
     drafter: Annotated[str, typer.Option(help="Name of a drafter pool.")] = "",
-    speculation: Annotated[bool, typer.Option(help="Whether drafts are used.")] = True,
+    enabled: Annotated[
+        bool, typer.Option("--speculation/--no-speculation", help="Whether drafts are used.")
+    ] = True,
     max_draft_tokens: Annotated[int, typer.Option(help="Longest draft; 0: the pool's.")] = 0,
+    rule: Annotated[Rule | None, typer.Option(help="How drafts are verified.")] = None,
+    ensemble_weight: Annotated[float | None, typer.Option(help="The target's.")] = None,
     address: Address = DEFAULT_ADDRESS,
     token_file: TokenFile = "",
     as_json: Json = False,
 ) -> None:
     """Generate text and stream it."""
+    if logprobs is not None and not as_json:
+        _fail("--logprobs: they are printed with --json only")
     text = sys.stdin.read() if prompt == "-" else prompt
     console = Console()
     coloured = console.is_terminal and not console.no_color and not as_json
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options = dict(context.params, return_token_ids=coloured or as_json)
+    options["rule"] = rule and f"RULE_{rule.name}"
     try:
         request = pb.GenerateRequest(
             prompt=None if chat else text,
             chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=text)]) if chat else None,
-            sampling=pb.SamplingOptions(**sampling),  # type: ignore[arg-type]  # by name
-            stopping=pb.StoppingOptions(max_new_tokens=max_new_tokens, stop=stop or ()),
-            speculation=pb.SpeculationOptions(
-                enabled=speculation, max_draft_tokens=max_draft_tokens, drafter=drafter
-            ),
-            output=pb.OutputOptions(return_token_ids=coloured or as_json),
+            sampling=_fill(pb.SamplingOptions, options),
+            stopping=_fill(pb.StoppingOptions, options),
+            speculation=_fill(pb.SpeculationOptions, options),
+            output=_fill(pb.OutputOptions, options),
+            constraint=_constraint(json_schema, regex),
+            n=n,
         )
     except ValueError as error:  # a number that its field cannot hold
         _fail(str(error))
     _run(_generate(request, address, token_file, as_json, coloured), address)
+
+
+_Options = TypeVar("_Options", bound=Message)
+
+
+def _fill(message_class: type[_Options], options: Mapping[str, Any]) -> _Options:
+    """A message whose fields have the values of the options of the same names."""
+    names = [field.name for field in message_class.DESCRIPTOR.fields]
+    return message_class(**{name: options[name] for name in names if name in options})
+
+
+def _constraint(json_schema: Path | None, regex: str | None) -> common_pb2.Constraint | None:
+    if json_schema is not None and regex is not None:
+        _fail("--json-schema and --regex: only one of them")
+    if regex is not None:
+        return common_pb2.Constraint(kind=common_pb2.CONSTRAINT_KIND_REGEX, source=regex)
+    if json_schema is None:
+        return None
+    try:
+        source = json_schema.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"--json-schema {json_schema}: {error}")
+    return common_pb2.Constraint(kind=common_pb2.CONSTRAINT_KIND_JSON_SCHEMA, source=source)
 
 
 def status(
@@ -85,7 +133,8 @@ async def _generate(
     request: pb.GenerateRequest, address: str, token_file: str, as_json: bool, coloured: bool
 ) -> None:
     metadata = bearer_metadata(read_token(token_file))
-    painter = Painter()
+    painters = collections.defaultdict[int, Painter](Painter)
+    texts = collections.defaultdict[int, str](str)  # of samples, until it is their turn
     is_line_open = False
     async with create_channel(address) as channel:
         try:
@@ -94,14 +143,16 @@ async def _generate(
                 if as_json:
                     print(_json(response), flush=True)
                     continue
-                text = painter.paint(response) if coloured else response.text
-                print(text, end="", flush=True)
-                is_line_open = True
+                sample, is_last = response.sample, response.HasField("finished")
+                texts[sample] += painters[sample].paint(response) if coloured else response.text
+                if request.n == 1 or is_last:
+                    print(texts.pop(sample), end="\n" if is_last else "", flush=True)
+                    is_line_open = not is_last
+                if is_last:
+                    print(statistics(response.finished), file=sys.stderr)
         finally:  # also before the line that says what went wrong
             if is_line_open:
                 print(flush=True)
-    if not as_json:
-        print(statistics(response.finished), file=sys.stderr)
 
 
 async def _status(address: str, token_file: str, as_json: bool) -> None:

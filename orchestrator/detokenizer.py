@@ -33,7 +33,10 @@ class Piece:
 
 
 class Detokenizer:
-    """The text of one request. A stop string ends it: push nothing behind a match."""
+    """The text of one request. A stop string ends it: push nothing behind a match.
+
+    stop_string: the one that matched, in `push` or in `flush`; "" so far.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
@@ -42,6 +45,7 @@ class Detokenizer:
         self._num_prefix = 0
         self._num_emitted = 0  # characters of the window's text that are out
         self._held = ""  # final, but may begin a stop string
+        self.stop_string = ""
 
     def push(self, token_ids: Iterable[int]) -> Piece:
         """Take up a block; independent of how the tokens are cut into blocks."""
@@ -105,7 +109,7 @@ class Detokenizer:
         ]
         if ends:
             end, negative_length, stop = min(ends)
-            self._held = ""
+            self._held, self.stop_string = "", stop
             return text[: end + negative_length], stop
         longest = max(map(len, self._stop), default=0)
         for length in range(min(longest - 1, len(text)), 0, -1):

@@ -21,6 +21,7 @@ from core.types import (
     DraftPlans,
     NeedOpen,
     NeedOpenReason,
+    Rule,
     VerifierInfo,
 )
 from orchestrator.clients import DrafterClient
@@ -105,7 +106,10 @@ class Drafting:
         if sequence.no_draft_cause or sequence.drafter is not None:
             return
         pool = self.pools.get(sequence.request.speculation.drafter or self.default_pool)
-        if pool is None or (replica := pool.choose()) is None:
+        is_ensemble = sequence.request.sampling.rule is Rule.ENSEMBLE
+        if pool is None or (replica := pool.choose(is_ensemble)) is None:
+            is_lacking = is_ensemble and pool is not None and pool.choose() is not None
+            sequence.absence = "no_distributions" if is_lacking else "no_drafter"
             return
         replica.sequences.add(sequence.id)
         opened = sequence.open_drafter(
@@ -119,9 +123,8 @@ class Drafting:
         if sequence.drafter is None:
             self.attach(sequence)
             return
-        pool, replica = self._replicas[sequence.drafter]
-        limit = self._limit(pool, replica)
-        commit = sequence.commit_drafter(token_ids, limit, self._clock())
+        _, replica = self._replicas[sequence.drafter]
+        commit = sequence.commit_drafter(token_ids, self._clock())
         self._outbox(replica).commits.append(commit)
 
     def count(self, sequence: Sequence, num_draft_tokens: int, num_accepted: int) -> None:

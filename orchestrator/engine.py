@@ -13,7 +13,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from core.config import DrafterPoolConfig, OrchestratorConfig
-from core.errors import HandshakeError, InvalidRequestError, ModelError, UnavailableError
+from core.errors import (
+    ForerunError,
+    HandshakeError,
+    InvalidRequestError,
+    ModelError,
+    UnavailableError,
+)
 from core.types import ModelIdentity, Verdict, VerdictStatus, VerifierInfo, VerifyResult
 from orchestrator.controller import Controller
 from orchestrator.drafting import Drafting
@@ -22,7 +28,7 @@ from orchestrator.pool import Replica
 from orchestrator.requests import Block, ClusterStatus, GenerationRequest, Health, ReplicaSpec
 from orchestrator.scheduler import Scheduler
 from orchestrator.stream import Detokenizer, Stream
-from orchestrator.verifying import Verifying
+from orchestrator.verifying import Verifying, explain_refusal
 
 _DRAFTER_START_S = 10.0
 _DELIVERY_DELAY_S = 0.003
@@ -78,9 +84,10 @@ class Engine:
         return self._verifying.info
 
     @property
-    def pool_names(self) -> tuple[str, ...]:
-        """Names of the drafter pools."""
-        return tuple(self._drafting.pools)
+    def pool_kinds(self) -> dict[str, str]:
+        """Kinds of the drafter pools by name, the default pool first."""
+        pools, default = self._drafting.pools, self._drafting.default_pool
+        return {name: pools[name].kind for name in sorted(pools, key=lambda n: n != default)}
 
     async def start(self) -> None:
         """Connect; returns once a verifier serves and the drafters had time to shake hands.
@@ -135,7 +142,8 @@ class Engine:
         """Run one request and yield its blocks. Closing the iterator frees everything at once.
 
         Raises OverloadedError (slots and queue full), UnavailableError (draining, or no verifier
-        was ever there), InvalidRequestError (the id is in use), ModelError (the target failed).
+        was ever there), InvalidRequestError (the id is in use, or the verifier refused a
+        parameter), ModelError (the target failed).
         """
         sequence = self._enqueue(request)
         stream = Stream(sequence, detokenizer, time.monotonic())
@@ -229,7 +237,7 @@ class Engine:
     def _verdicts(self, result: VerifyResult) -> None:
         for failure in result.open_failures:
             if failure.status is VerdictStatus.INVALID:
-                self._fail(failure.sequence, failure.message)
+                self._fail(failure.sequence, explain_refusal(failure.message))
         for verdict in result.verdicts:
             sequence = self._sequences.get(verdict.sequence)
             if sequence is None:
@@ -237,31 +245,38 @@ class Engine:
             if verdict.status is VerdictStatus.OK:
                 self._commit(sequence, verdict)
             elif verdict.status is VerdictStatus.INVALID:
-                self._fail(sequence.id, verdict.message)
+                self._fail(sequence.id, ModelError(verdict.message))
             else:  # no slot, or the prefix was lost: begin again from what is committed
                 self._verifying.release(sequence)
                 self._scheduler.requeue([sequence])
         self._pump()
 
-    def _fail(self, sequence_id: int, message: str) -> None:
+    def _fail(self, sequence_id: int, error: ForerunError) -> None:
         if sequence := self._sequences.get(sequence_id):
-            self._streams[sequence_id].fail(ModelError(message))
+            self._streams[sequence_id].fail(error)
             self._release(sequence)
 
     def _commit(self, sequence: Sequence, verdict: Verdict) -> None:
         row = sequence.row
-        if row is None or not sequence.accept(verdict) or row.partial:
+        if row is None or not sequence.accept(verdict):
             return
         stream = self._streams[sequence.id]
-        ids, text, end = stream.cut(verdict.token_ids)
-        accepted = sequence.commit(ids, row, verdict.accepted)
+        stream.read_prompt(row, verdict)
+        if row.partial:
+            return
+        try:
+            block = stream.cut(verdict)
+        except ModelError as error:
+            self._fail(sequence.id, error)
+            return
+        accepted = sequence.commit(block.token_ids, row, verdict.accepted)
         self._drafting.count(sequence, len(row.draft_token_ids), accepted)
         now = time.monotonic()
-        self._deliveries.append(lambda: stream.deliver(ids, accepted, text, end, now))
-        if end is not None:
+        self._deliveries.append(lambda: stream.deliver(block, accepted, now))
+        if block.finished is not None:
             self._release(sequence)
         else:
-            self._drafting.commit(sequence, ids)
+            self._drafting.commit(sequence, block.token_ids)
 
     def _orphans(self, sequences: list[Sequence]) -> None:
         self._scheduler.requeue(sequences)

@@ -10,8 +10,7 @@ tokens are the truth. Verifier and drafter are caches of it, each described by o
 Losing a verifier sets `verified` to 0; losing a drafter forgets `drafter`. Nothing else changes.
 """
 
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.types import (
     Branch,
@@ -19,10 +18,13 @@ from core.types import (
     DraftCommit,
     DraftOpen,
     Plan,
+    Rule,
     Verdict,
     VerifyOpen,
     VerifyRow,
 )
+from orchestrator.branches import usable_branch
+from orchestrator.controller import MAX_DRAFT_TOKENS, Acceptance
 from orchestrator.requests import GenerationRequest, SpeculationStats
 
 
@@ -32,32 +34,6 @@ class Outcome:
 
     base_length: int
     accepted: int
-
-
-class Acceptance:
-    """How likely a sequence's draft tokens are accepted, from its own recent history.
-
-    One number, the chance that a draft token is accepted when those before it were; steps without
-    a draft let it drift back to the optimistic start, so that drafting is tried again.
-    """
-
-    _START, _WEIGHT, _DRIFT = 0.6, 0.12, 0.01
-
-    def __init__(self) -> None:
-        self.rate = self._START
-
-    def observe(self, num_draft_tokens: int, accepted: int) -> None:
-        """Take in one verdict."""
-        if num_draft_tokens == 0:
-            self.rate += self._DRIFT * (self._START - self.rate)
-        for _ in range(accepted):
-            self.rate += self._WEIGHT * (1.0 - self.rate)
-        if accepted < num_draft_tokens:
-            self.rate -= self._WEIGHT * self.rate
-
-    def chance(self, j: int) -> float:
-        """Chance that the first `j` draft tokens are all accepted."""
-        return float(self.rate**j)
 
 
 class Sequence:
@@ -70,6 +46,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.stats = SpeculationStats()
         self.acceptance = Acceptance()
+        self.num_worthwhile = MAX_DRAFT_TOKENS
         self.cached_prompt_tokens = 0
         # Verifier side.
         self.verifier: str | None = None
@@ -78,6 +55,7 @@ class Sequence:
         self.row: VerifyRow | None = None
         # Drafter side.
         self.drafter: str | None = None
+        self.drafter_limit = 0
         self.generation = 0
         self.outcome = Outcome(self.num_prompt - 1, 0)
         self.branches: dict[tuple[int, int, int], Branch] = {}
@@ -85,6 +63,7 @@ class Sequence:
         self.wanted_at = 0.0
         self.impatient_rounds = 0
         self.impatience = 0
+        self.absence = "no_drafter"
         self.no_draft_cause = "" if request.speculation.enabled else "disabled"
 
     # ------------------------------------------------------------ lengths
@@ -129,7 +108,9 @@ class Sequence:
         self.is_open, self.verified = True, 0
         if self.is_prompt_pending:
             self.cached_prompt_tokens = 0
-        return VerifyOpen(self.id, self.request.sampling, self.max_length)
+        output, sampling = self.request.output, self.request.sampling
+        prompt_logprobs = output.prompt_logprobs and self.is_prompt_pending
+        return VerifyOpen(self.id, sampling, self.max_length, output.logprobs, prompt_logprobs)
 
     def draft_at_hand(self) -> tuple[int, ...]:
         """The draft for the known outcome, no longer than what may still be committed."""
@@ -142,21 +123,22 @@ class Sequence:
         new = tuple(self.tokens[self.verified : self.verified + max_new])
         partial = self.verified + len(new) < len(self.tokens)
         draft = () if partial else self.draft_at_hand()[:max_draft]
+        branch = self.branches.get(self.outcome_key)
+        distributions = branch.draft_distributions[: len(draft)] if branch else ()
         if not partial:
-            self._count_step(draft)
-        self.row = VerifyRow(self.id, self.verified, new, draft, partial)
+            self._count_step(draft, branch)
+        self.row = VerifyRow(self.id, self.verified, new, draft, partial, distributions)
         return self.row
 
-    def _count_step(self, draft: tuple[int, ...]) -> None:
-        stats, branch = self.stats, self.branches.get(self.outcome_key)
-        stats.num_verify_steps += 1
+    def _count_step(self, draft: tuple[int, ...], branch: Branch | None) -> None:
+        self.stats.num_verify_steps += 1
         if branch is not None:
-            stats.num_plan_hits += 1
+            self.stats.num_plan_hits += 1
             self.impatience = self.impatient_rounds = 0
         if draft:
-            stats.num_spec_steps += 1
+            self.stats.num_spec_steps += 1
             return
-        stats.fallback_steps[self._fallback_cause(branch)] += 1
+        self.stats.fallback_steps[self._fallback_cause(branch)] += 1
 
     def _fallback_cause(self, branch: Branch | None) -> str:
         if self.is_prompt_pending:
@@ -164,10 +146,12 @@ class Sequence:
         if self.no_draft_cause:
             return self.no_draft_cause
         if self.drafter is None:
-            return "no_drafter"
+            return self.absence
         if branch is not None:
             return "not_worth_it" if branch.draft_token_ids else "no_guess"
-        return "late" if self.num_wanted else "last_token"
+        if self.num_wanted:
+            return "late"
+        return "not_worth_it" if self.num_worthwhile == 0 else "last_token"
 
     def accept(self, verdict: Verdict) -> bool:
         """Take the verdict on the row in flight. False when it is not the answer to that row.
@@ -190,6 +174,9 @@ class Sequence:
         delivered = min(accepted, len(token_ids))
         self.outcome = Outcome(len(self.tokens), accepted)
         self.tokens.extend(token_ids)
+        if self.request.sampling.rule is Rule.ENSEMBLE:
+            num_alone = max(0, len(token_ids) - len(row.draft_distributions))
+            self.stats.num_tokens_without_distributions += num_alone
         self.branches = {k: b for k, b in self.branches.items() if k == self.outcome_key}
         self.num_wanted = 0
         self.acceptance.observe(len(row.draft_token_ids), accepted)
@@ -208,20 +195,29 @@ class Sequence:
         """(base_length, accepted, token): what a branch must match to be usable now."""
         return (self.outcome.base_length, self.outcome.accepted, self.tokens[-1])
 
-    def num_draft_tokens(self, pool_limit: int) -> int:
-        """Draft length to ask for: the pool's, the request's, and what may still be committed."""
-        wish = self.request.speculation.max_draft_tokens or pool_limit
-        return max(0, min(wish, pool_limit, self.num_remaining - 1))
+    @property
+    def longest_draft(self) -> int:
+        """Draft length to ask for if verifying it pays: the drafter's, the request's, and what may
+        still be committed; 0 without a drafter."""
+        if self.drafter is None:
+            return 0
+        wish = self.request.speculation.max_draft_tokens or self.drafter_limit
+        return max(0, min(wish, self.drafter_limit, self.num_remaining - 1))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft length to ask for: what the controller last thought worth verifying, at most."""
+        return min(self.longest_draft, self.num_worthwhile)
 
     def open_drafter(self, replica_id: str, pool_limit: int, now: float) -> DraftOpen:
         """Take up a drafter (again) from the committed tokens."""
-        self.drafter = replica_id
+        self.drafter, self.drafter_limit = replica_id, pool_limit
         self.generation += 1
         self.branches = {}
         self.outcome = Outcome(len(self.tokens) - 1, 0)
         self.impatience = self.impatient_rounds = 0
         prepare_only = self.is_prompt_pending or self.row is not None
-        self._want(0 if prepare_only else self.num_draft_tokens(pool_limit), now)
+        self._want(0 if prepare_only else self.num_draft_tokens, now)
         return DraftOpen(
             self.id,
             self.generation,
@@ -231,11 +227,9 @@ class Sequence:
             next_draft_tokens=self.num_wanted,
         )
 
-    def commit_drafter(
-        self, token_ids: tuple[int, ...], pool_limit: int, now: float
-    ) -> DraftCommit:
+    def commit_drafter(self, token_ids: tuple[int, ...], now: float) -> DraftCommit:
         """Tell the drafter what was committed, and ask for the next draft."""
-        self._want(self.num_draft_tokens(pool_limit), now)
+        self._want(self.num_draft_tokens, now)
         return DraftCommit(
             self.id,
             self.generation,
@@ -259,10 +253,7 @@ class Sequence:
         self.num_wanted, self.wanted_at = num_tokens, now
 
     def take_plan(self, plan: Plan, num_ids: int) -> bool:
-        """Keep a plan's branches if they can still be used; count why not otherwise.
-
-        A draft ends at the first id that is not below `num_ids`: none reaches the target.
-        """
+        """Keep of a plan's branches what can still be used; count why not otherwise."""
         misses = self.stats.plan_misses
         if plan.generation != self.generation or self.drafter is None:
             misses["stale"] += 1
@@ -271,11 +262,10 @@ class Sequence:
         else:
             for branch in plan.branches:
                 key = (plan.base_length, branch.accepted, branch.token)
-                ids = branch.draft_token_ids
-                draft = tuple(itertools.takewhile(lambda t: 0 <= t < num_ids, ids))
-                if len(draft) < len(ids):
-                    misses["invalid_id"] += 1
-                self.branches[key] = replace(branch, draft_token_ids=draft)
+                usable, cause = usable_branch(branch, self.request.sampling.rule, num_ids)
+                if cause:
+                    misses[cause] += 1
+                self.branches[key] = usable
             if self.outcome_key in self.branches:
                 return True
             misses["not_enumerated"] += 1

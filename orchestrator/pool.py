@@ -20,7 +20,7 @@ class Replica:
         self.message = ""
         self.info: VerifierInfo | DrafterInfo | None = None
         self.sequences: set[int] = set()
-        self.in_flight: dict[int, int] = {}  # batch number -> its tokens
+        self.in_flight: dict[int, int] = {}  # batch -> tokens; 0: with prompts
         self.num_losses = 0
         self.is_blocked = False
 
@@ -36,6 +36,11 @@ class Replica:
             return 0
         limit = self.max_sequences or 1_000_000_000
         return max(0, limit - len(self.sequences))
+
+    @property
+    def has_distributions(self) -> bool:
+        """Whether its drafts come with distributions; False until the handshake."""
+        return isinstance(self.info, DrafterInfo) and self.info.has_distributions
 
     def become_ready(self, address: str, info: VerifierInfo | DrafterInfo) -> None:
         """The handshake succeeded."""
@@ -86,9 +91,16 @@ class Pool:
         """Sequences the pool can still take."""
         return sum(r.num_free for r in self.replicas.values())
 
-    def choose(self) -> Replica | None:
-        """The least loaded replica with room, None when there is none."""
-        candidates = [r for r in self.replicas.values() if r.num_free > 0]
+    def choose(self, needs_distributions: bool = False) -> Replica | None:
+        """The least loaded replica with room, None when there is none.
+
+        needs_distributions: drafters whose drafts come without them do not count.
+        """
+        candidates = [
+            r
+            for r in self.replicas.values()
+            if r.num_free > 0 and (r.has_distributions or not needs_distributions)
+        ]
         return min(candidates, key=lambda r: len(r.sequences), default=None)
 
     def count(self, num_draft_tokens: int, num_accepted: int) -> None:

@@ -75,6 +75,7 @@ class SpeculationStats:
     plan_misses: Counter[str] = field(default_factory=Counter)
     fallback_steps: Counter[str] = field(default_factory=Counter)
     drafter: str = ""
+    num_tokens_without_distributions: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -108,6 +108,7 @@ class Scheduler:
         drafts = [(s.acceptance, len(s.draft_at_hand())) for s in decoding]
         num_tokens = budget - room
         lengths = self.controller.allot(drafts, len(decoding) + len(chunks), num_tokens)
+        self._judge(decoding)
         rows = []
         for sequence, length in zip(decoding, lengths, strict=True):
             rows.append(sequence.next_row(1, min(length, room)))
@@ -116,3 +117,11 @@ class Scheduler:
             rows.append(sequence.next_row(size, room))
             room -= len(rows[-1].draft_token_ids)
         return tuple(rows)
+
+    def _judge(self, decoding: list[Sequence]) -> None:
+        """Note for each row how long a draft would be worth verifying, if it had one."""
+        if self.controller.is_adaptive:
+            longest = [(s.acceptance, s.longest_draft) for s in decoding]
+            worthwhile = self.controller.allot(longest, len(decoding), len(decoding))
+            for sequence, length in zip(decoding, worthwhile, strict=True):
+                sequence.num_worthwhile = length

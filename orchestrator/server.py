@@ -8,6 +8,7 @@ verifiers, drafters or Ray; whoever starts the engine stops it.
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -20,6 +21,7 @@ from core.errors import ConfigError, InvalidRequestError, UnavailableError
 from core.rpc import RunningServer, create_server
 from core.tokenizer import Tokenizer
 from core.types import VerifierInfo
+from core.wire import logprobs_to_proto
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.requests import (
     Block,
@@ -31,6 +33,7 @@ from orchestrator.requests import (
     PoolStatus,
     ReplicaStatus,
 )
+from orchestrator.samples import merge, sample_requests
 from orchestrator.validation import build_request, is_long
 from protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -56,8 +59,8 @@ class ServingEngine(Protocol):
         """The target's facts; None until a verifier is there."""
 
     @property
-    def pool_names(self) -> tuple[str, ...]:
-        """Names of the drafter pools."""
+    def pool_kinds(self) -> Mapping[str, str]:
+        """Kinds of the drafter pools by name, the default pool first."""
 
     def generate(
         self, request: GenerationRequest, detokenizer: Detokenizer
@@ -109,25 +112,42 @@ class _GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Validate, run, translate."""
-        resolved = await self._resolve(request)
-        continued = request.continue_from_token_ids
-        detokenizer = Detokenizer(self._tokenizer, resolved.stopping.stop)
-        if stop_string := detokenizer.push(continued).stop_string:
+        requests = sample_requests(await self._resolve(request), request.n or 1)
+        detokenizers = [self._detokenizer(request, r) for r in requests]
+        wants_ids = request.output.return_token_ids
+        spellers = [self._speller(request) if wants_ids else None for _ in requests]
+        starts = [
+            functools.partial(self._engine.generate, *arguments)
+            for arguments in zip(requests, detokenizers, strict=True)
+        ]
+        async with contextlib.aclosing(merge(starts)) as blocks:
+            async for sample, block in blocks:
+                response = _response(block, spellers[sample], requests[sample].sampling.seed)
+                response.request_id, response.sample = requests[0].request_id, sample
+                yield response
+
+    def _detokenizer(
+        self, message: generation_pb2.GenerateRequest, request: GenerationRequest
+    ) -> Detokenizer:
+        """One that stands behind the tokens to continue from."""
+        detokenizer = Detokenizer(self._tokenizer, request.stopping.stop)
+        if stop_string := detokenizer.push(message.continue_from_token_ids).stop_string:
             raise InvalidRequestError(
                 "continue_from_token_ids", f"the text has ended: {stop_string!r} is a stop string"
             )
-        speller = Detokenizer(self._tokenizer) if request.output.return_token_ids else None
-        if speller is not None:
-            speller.push(continued)
-        async with contextlib.aclosing(self._engine.generate(resolved, detokenizer)) as blocks:
-            async for block in blocks:
-                yield _response(resolved, block, speller)
+        return detokenizer
+
+    def _speller(self, message: generation_pb2.GenerateRequest) -> Detokenizer:
+        """One that stops at nothing, for the texts of single tokens."""
+        speller = Detokenizer(self._tokenizer)
+        speller.push(message.continue_from_token_ids)
+        return speller
 
     async def _resolve(self, request: generation_pb2.GenerateRequest) -> GenerationRequest:
         info = self._engine.info
         if info is None:
             raise UnavailableError("no verifier is there yet; try again later")
-        arguments = (request, info, self._tokenizer, self._engine.pool_names)
+        arguments = (request, info, self._tokenizer, self._engine.pool_kinds)
         if is_long(request):
             return await asyncio.to_thread(build_request, *arguments)
         return build_request(*arguments)
@@ -145,9 +165,13 @@ class _ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 def _response(
-    request: GenerationRequest, block: Block, speller: Detokenizer | None
+    block: Block, speller: Detokenizer | None, seed: int
 ) -> generation_pb2.GenerateResponse:
-    response = generation_pb2.GenerateResponse(request_id=request.request_id, text=block.text)
+    response = generation_pb2.GenerateResponse(
+        text=block.text,
+        logprobs=logprobs_to_proto(block.logprobs),
+        prompt_logprobs=logprobs_to_proto(block.prompt_logprobs),
+    )
     if speller is not None:
         accepted, total = block.accepted, len(block.token_ids)
         response.token_ids.extend(block.token_ids)
@@ -155,7 +179,7 @@ def _response(
         response.origins.extend([generation_pb2.TOKEN_ORIGIN_TARGET] * (total - accepted))
         response.token_texts.extend(speller.push(block.token_ids).token_texts)
     if block.finished is not None:
-        response.finished.CopyFrom(_finished(block.finished, request.sampling.seed))
+        response.finished.CopyFrom(_finished(block.finished, seed))
     return response
 
 
@@ -183,6 +207,7 @@ def _finished(finished: Finished, seed: int) -> generation_pb2.Finished:
             fallback_steps=stats.fallback_steps,
             num_verify_steps=stats.num_verify_steps,
             drafter=stats.drafter,
+            num_tokens_without_distributions=stats.num_tokens_without_distributions,
         ),
         time_to_first_token_ms=finished.time_to_first_token_s * 1000,
         total_ms=finished.total_s * 1000,

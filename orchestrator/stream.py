@@ -1,15 +1,17 @@
 """What one client receives: committed tokens cut at stops, turned into text, in order.
 
 Knows the stopping criteria and the detokenizer; knows nothing of drafts, verifiers or the wire.
-Cutting happens here, behind the verification rule and never before it, so that ids, text, usage
-and finish reason always agree.
+Cutting happens here, behind the verification rule and never before it, so that ids, text, usage,
+log-probabilities and finish reason always agree.
 """
 
 import asyncio
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from typing import Protocol
 
-from core.errors import ForerunError
+from core.errors import ForerunError, ModelError
+from core.types import TokenLogprobs, Verdict, VerifyRow
 from orchestrator.pipeline import Sequence
 from orchestrator.requests import Block, Finished, FinishReason
 
@@ -25,13 +27,13 @@ class Piece(Protocol):
     def num_tokens(self) -> int:
         """Tokens used: all of them, or up to the one that completes a stop string."""
 
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that matched, if any."""
-
 
 class Detokenizer(Protocol):
     """Turns a growing list of ids into final text and finds stop strings."""
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that matched so far, in a push or in the flush; "" without."""
 
     def push(self, token_ids: TokenIds[int]) -> Piece:
         """Take the next tokens."""
@@ -48,30 +50,57 @@ class Stream:
         self._detokenizer = detokenizer
         self._arrived_at = arrived_at
         self._first_at: float | None = None
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._queue: asyncio.Queue[Block | ForerunError] = asyncio.Queue()
 
-    def cut(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], str, Finished | None]:
-        """Cut what a verdict brought at the first stop.
+    def read_prompt(self, row: VerifyRow, verdict: Verdict) -> None:
+        """Gather what the verdict on a part of the prompt says about the prompt's tokens.
 
-        Returns the ids to commit, the text that became final, and the end without its times and
-        counts (`deliver` fills them in), or None when the sequence goes on.
+        The first token has no log-probability, so entry i is of token i + 1. A row that is sent
+        again, after a loss, replaces what was known from its position on.
         """
-        stopping = self.sequence.request.stopping
-        ids = token_ids[: self.sequence.num_remaining]
+        if self.sequence.request.output.prompt_logprobs and self.sequence.is_prompt_pending:
+            self._prompt_logprobs[max(0, row.position - 1) :] = verdict.prompt_logprobs
+
+    def cut(self, verdict: Verdict) -> Block:
+        """Cut what a verdict brought at the first stop; to be committed, then delivered.
+
+        `deliver` fills in what is known only then: the accepted tokens, times and counts. Raises
+        ModelError when log-probabilities are missing: better none than another token's.
+        """
+        sequence, stopping = self.sequence, self.sequence.request.stopping
+        ids = verdict.token_ids[: sequence.num_remaining]
         stop_token = next((t for t in ids if t in stopping.stop_token_ids), None)
         if stop_token is not None:
             ids = ids[: ids.index(stop_token) + 1]
         piece = self._detokenizer.push(ids)
-        if piece.stop_string:
-            end = self._end(FinishReason.STOP_STRING, stop_string=piece.stop_string)
-            return ids[: piece.num_tokens], piece.text, end
-        if stop_token is not None:
+        ids, text = ids[: piece.num_tokens], piece.text
+        is_last = stop_token is not None or len(ids) == sequence.num_remaining
+        if is_last and not self._detokenizer.stop_string:
+            text += self._detokenizer.flush()
+        end = None
+        if stop_string := self._detokenizer.stop_string:
+            end = self._end(FinishReason.STOP_STRING, stop_string=stop_string)
+            text += stop_string if stopping.include_stop else ""
+        elif stop_token is not None:
             end = self._end(FinishReason.STOP_TOKEN, stop_token_id=stop_token)
-        elif len(ids) == self.sequence.num_remaining:
+        elif is_last:
             end = self._end(FinishReason.LENGTH)
-        else:
-            return ids, piece.text, None
-        return ids, piece.text + self._detokenizer.flush(), end
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        self._check_logprobs(verdict, prompt_logprobs)
+        return Block(ids, 0, text, end, verdict.logprobs[: len(ids)], prompt_logprobs)
+
+    def _check_logprobs(self, verdict: Verdict, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
+        output = self.sequence.request.output
+        wanted = 0 if output.logprobs is None else len(verdict.token_ids)
+        if len(verdict.logprobs) != wanted:
+            got = f"{len(verdict.logprobs)} log-probabilities for {wanted} tokens"
+            raise ModelError(f"the verifier sent {got}")
+        is_first = output.prompt_logprobs and self.sequence.is_prompt_pending
+        wanted = self.sequence.num_prompt - 1 if is_first else 0
+        if len(prompt_logprobs) != wanted:
+            got = f"{len(prompt_logprobs)} log-probabilities for {wanted} tokens of the prompt"
+            raise ModelError(f"the verifier sent {got}")
 
     def _end(
         self, reason: FinishReason, stop_string: str = "", stop_token_id: int | None = None
@@ -89,25 +118,19 @@ class Stream:
             stop_token_id=stop_token_id,
         )
 
-    def deliver(
-        self, ids: tuple[int, ...], accepted: int, text: str, end: Finished | None, now: float
-    ) -> None:
-        """Hand a committed block to the client."""
+    def deliver(self, block: Block, accepted: int, now: float) -> None:
+        """Hand a committed block to the client; `accepted` of its tokens were drafted."""
         if self._first_at is None:
             self._first_at = now
+        end = block.finished
         if end is not None:
-            end = Finished(
-                end.reason,
-                end.prompt_tokens,
-                self.sequence.num_generated,
-                end.cached_prompt_tokens,
-                end.stats,
-                self._first_at - self._arrived_at,
-                now - self._arrived_at,
-                end.stop_string,
-                end.stop_token_id,
+            end = replace(
+                end,
+                completion_tokens=self.sequence.num_generated,
+                time_to_first_token_s=self._first_at - self._arrived_at,
+                total_s=now - self._arrived_at,
             )
-        self._queue.put_nowait(Block(ids, accepted, text, end))
+        self._queue.put_nowait(replace(block, accepted=accepted, finished=end))
 
     def fail(self, error: ForerunError) -> None:
         """End the stream with an error."""

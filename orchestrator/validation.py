@@ -1,36 +1,33 @@
 """GenerateRequest to GenerationRequest: everything checked, everything resolved.
 
-The one reader of the public request message. What is wrong, and what is not built yet, is refused
-with an error that names the field and what is allowed; nothing is ignored. Knows the target by its
-VerifierInfo and Tokenizer only; knows nothing of servers or engines. Tokenizing a long prompt
-takes a while: callers with an event loop run this in a thread (see `is_long`).
+With `orchestrator.sampling_options` the one reader of the public request message. What is wrong,
+and what cannot be combined, is refused with an error that names the field and what is allowed;
+nothing is ignored. Knows the target by its VerifierInfo and Tokenizer only; knows nothing of
+servers or engines. Tokenizing a long prompt takes a while: callers with an event loop run this in
+a thread (see `is_long`).
 """
 
-import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from core.errors import InvalidRequestError
+from core.params import Rule
 from core.tokenizer import Tokenizer
-from core.types import Rule, SamplingParams, VerifierInfo
-from core.wire import rule_from_proto
-from orchestrator.requests import GenerationRequest, Speculation, Stopping
+from core.types import VerifierInfo
+from orchestrator.requests import GenerationRequest, Output, Speculation, Stopping
+from orchestrator.sampling_options import check_ids, resolve_sampling
 from protos import generation_pb2 as pb
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 128
 MAX_DRAFT_TOKENS = 64
 MAX_REQUEST_ID_LENGTH = 128
-_TEMPERATURES = (0.001, 100.0)
+MAX_SAMPLES = 16
+MAX_LOGPROBS = 20
 _LONG_BYTES = 4096
-# Parameters of the API that are not built yet, and the values that ask for nothing.
-_UNBUILT_SAMPLING = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-_BUILT_RULES = (Rule.GREEDY, Rule.COUPLED)
+# Kinds of drafters whose drafts were sampled from no distribution.
+_KINDS_WITHOUT_DISTRIBUTIONS = ("ngram",)
 
 
 def is_long(message: pb.GenerateRequest) -> bool:
@@ -42,77 +39,47 @@ def build_request(
     message: pb.GenerateRequest,
     info: VerifierInfo,
     tokenizer: Tokenizer,
-    pool_names: Sequence[str],
+    pool_kinds: Mapping[str, str],
 ) -> GenerationRequest:
-    """Check and resolve a request for this target.
+    """Check and resolve a request for this target; of several samples, the first.
+
+    pool_kinds: kinds of the drafter pools by name, the default pool first.
 
     Unset sampling parameters take the model's defaults, an unset seed is drawn, an unset
     max_new_tokens is what the context has room for. Ids to continue from become the end of the
     prompt and count against max_new_tokens. Raises InvalidRequestError naming the field.
     """
-    _refuse_unbuilt(message)
     if len(message.request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidRequestError("request_id", f"at most {MAX_REQUEST_ID_LENGTH} characters")
-    sampling = _sampling(message, info.default_sampling)
-    stop_token_ids = _stop_token_ids(message.stopping, info)
+    if message.HasField("n") and not 1 <= message.n <= MAX_SAMPLES:
+        raise InvalidRequestError("n", f"must be between 1 and {MAX_SAMPLES}, not {message.n}")
+    stopping = message.stopping
+    sampling = resolve_sampling(message, info)
+    stop_token_ids = _stop_token_ids(stopping, info)
     prompt = _prompt(message, info, tokenizer)
     continued = _continued(message, info, stop_token_ids)
     max_new_tokens = _max_new_tokens(message, info, len(prompt), len(continued))
+    most = max_new_tokens + len(continued)
+    if not 0 <= stopping.min_new_tokens <= most:
+        raise InvalidRequestError(
+            "stopping.min_new_tokens",
+            f"must be between 0 and max_new_tokens, {most}, not {stopping.min_new_tokens}",
+        )
     return GenerationRequest(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt_token_ids=(*prompt, *continued),
-        sampling=sampling,
-        stopping=Stopping(max_new_tokens, _stop_strings(message.stopping), stop_token_ids),
-        speculation=_speculation(message.speculation, pool_names),
+        sampling=replace(
+            sampling,
+            min_new_tokens=stopping.min_new_tokens,
+            end_token_ids=tuple(sorted(stop_token_ids)),
+            num_prompt_tokens=len(prompt),
+        ),
+        stopping=Stopping(
+            max_new_tokens, _stop_strings(stopping), stop_token_ids, stopping.include_stop
+        ),
+        speculation=_speculation(message.speculation, sampling.rule, pool_kinds),
+        output=_output(message.output),
     )
-
-
-def _refuse_unbuilt(message: pb.GenerateRequest) -> None:
-    sampling = message.sampling
-    asked = {
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.bad_words_ids": bool(sampling.bad_words_ids),
-        "stopping.min_new_tokens": message.stopping.min_new_tokens != 0,
-        "speculation.ensemble_weight": message.speculation.HasField("ensemble_weight"),
-        "output.logprobs": message.output.HasField("logprobs"),
-        "output.prompt_logprobs": message.output.prompt_logprobs,
-    }
-    for name, off in _UNBUILT_SAMPLING.items():
-        asked[f"sampling.{name}"] = sampling.HasField(name) and getattr(sampling, name) != off
-    for field, is_asked in asked.items():
-        if is_asked:
-            raise InvalidRequestError(field, "not supported yet; leave it unset")
-
-
-def _sampling(message: pb.GenerateRequest, default: SamplingParams) -> SamplingParams:
-    given = message.sampling
-    temperature = given.temperature if given.HasField("temperature") else default.temperature
-    low, high = _TEMPERATURES
-    if temperature != 0 and not low <= temperature <= high:  # NaN is in no range
-        raise InvalidRequestError(
-            "sampling.temperature",
-            f"must be 0 (greedy) or between {low:g} and {high:g}, not {temperature:g}",
-        )
-    top_k = given.top_k if given.HasField("top_k") else default.top_k
-    if top_k < 0:
-        raise InvalidRequestError("sampling.top_k", f"must be 0 (all) or more, not {top_k}")
-    top_p = given.top_p if given.HasField("top_p") else default.top_p
-    if not 0 < top_p <= 1:
-        raise InvalidRequestError("sampling.top_p", f"must be above 0 and at most 1, not {top_p:g}")
-    seed = given.seed if given.HasField("seed") else secrets.randbits(64)
-    rule = rule_from_proto(message.speculation.rule, temperature, "speculation.rule")
-    _check_rule(rule, temperature)
-    return SamplingParams(temperature, top_k, top_p, seed, rule)
-
-
-def _check_rule(rule: Rule, temperature: float) -> None:
-    field, name = "speculation.rule", rule.name
-    if rule not in _BUILT_RULES:
-        built = ", ".join(built.name for built in _BUILT_RULES)
-        raise InvalidRequestError(field, f"{name} is not supported yet; there are: {built}")
-    if (rule is Rule.GREEDY) != (temperature == 0):
-        needed = "0" if rule is Rule.GREEDY else "above 0"
-        raise InvalidRequestError(field, f"{name} needs temperature {needed}, not {temperature:g}")
 
 
 def _prompt(message: pb.GenerateRequest, info: VerifierInfo, tokenizer: Tokenizer) -> Sequence[int]:
@@ -123,7 +90,7 @@ def _prompt(message: pb.GenerateRequest, info: VerifierInfo, tokenizer: Tokenize
     elif field == "prompt_token_ids":
         field = "prompt_token_ids.ids"
         ids = message.prompt_token_ids.ids
-        _check_ids(field, ids, info)
+        check_ids(field, ids, info)
     elif field == "chat":
         messages = message.chat.messages
         for index, turn in enumerate(messages):
@@ -144,19 +111,11 @@ def _prompt(message: pb.GenerateRequest, info: VerifierInfo, tokenizer: Tokenize
     return ids
 
 
-def _check_ids(field: str, ids: Sequence[int], info: VerifierInfo) -> None:
-    largest = max(ids, default=0)
-    if largest >= info.tokenizer_size:
-        raise InvalidRequestError(
-            field, f"must be below {info.tokenizer_size}, the tokenizer's size; {largest} is not"
-        )
-
-
 def _continued(
     message: pb.GenerateRequest, info: VerifierInfo, stop_token_ids: frozenset[int]
 ) -> Sequence[int]:
     field, ids = "continue_from_token_ids", message.continue_from_token_ids
-    _check_ids(field, ids, info)
+    check_ids(field, ids, info)
     ends = stop_token_ids.intersection(ids)
     if ends:
         raise InvalidRequestError(field, f"the text has ended: {min(ends)} is an end token")
@@ -198,22 +157,49 @@ def _stop_strings(stopping: pb.StoppingOptions) -> tuple[str, ...]:
 
 
 def _stop_token_ids(stopping: pb.StoppingOptions, info: VerifierInfo) -> frozenset[int]:
-    _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, info)
+    check_ids("stopping.stop_token_ids", stopping.stop_token_ids, info)
     own = () if stopping.ignore_eos else info.eos_token_ids
     return frozenset(own) | frozenset(stopping.stop_token_ids)
 
 
-def _speculation(given: pb.SpeculationOptions, pool_names: Sequence[str]) -> Speculation:
+def _speculation(
+    given: pb.SpeculationOptions, rule: Rule, pool_kinds: Mapping[str, str]
+) -> Speculation:
     if not 0 <= given.max_draft_tokens <= MAX_DRAFT_TOKENS:
         raise InvalidRequestError(
             "speculation.max_draft_tokens",
             f"must be between 0 (the pool's own) and {MAX_DRAFT_TOKENS}, "
             f"not {given.max_draft_tokens}",
         )
-    if given.drafter and given.drafter not in pool_names:
-        known = ", ".join(pool_names) or "none"
+    if given.drafter and given.drafter not in pool_kinds:
+        known = ", ".join(pool_kinds) or "none"
         raise InvalidRequestError(
             "speculation.drafter", f"no pool {given.drafter!r}; there are: {known}"
         )
     enabled = given.enabled if given.HasField("enabled") else True
+    if rule is Rule.ENSEMBLE:
+        _check_ensemble(given.drafter, enabled, pool_kinds)
     return Speculation(enabled, given.max_draft_tokens, given.drafter)
+
+
+def _check_ensemble(drafter: str, enabled: bool, pool_kinds: Mapping[str, str]) -> None:
+    """The rule's law is made of two models: without a drafter's distributions there is one."""
+    if not enabled:
+        raise InvalidRequestError("speculation.enabled", "the rule ENSEMBLE needs drafts")
+    fit = [name for name, kind in pool_kinds.items() if kind not in _KINDS_WITHOUT_DISTRIBUTIONS]
+    pool = drafter or next(iter(pool_kinds), "")
+    if pool not in fit:
+        why = f"pool {pool!r} of kind {pool_kinds[pool]!r} has none" if pool else "there is no pool"
+        raise InvalidRequestError(
+            "speculation.drafter",
+            f"the rule ENSEMBLE needs drafts with distributions and {why}; "
+            f"pools that have them: {', '.join(fit) or 'none'}",
+        )
+
+
+def _output(given: pb.OutputOptions) -> Output:
+    if given.logprobs > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            "output.logprobs", f"must be between 0 and {MAX_LOGPROBS}, not {given.logprobs}"
+        )
+    return Output(given.logprobs if given.HasField("logprobs") else None, given.prompt_logprobs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from core.config import OrchestratorConfig
-from core.errors import HandshakeError
+from core.errors import ForerunError, HandshakeError, InvalidRequestError, ModelError
 from core.types import (
     ModelIdentity,
     OpenFailure,
@@ -30,6 +30,13 @@ from orchestrator.requests import Health, ReplicaSpec
 log = structlog.get_logger()
 
 _NO_SLOT_PAUSE_S = 0.25
+#: Sampling parameters that the public API has elsewhere than in its sampling options.
+_PUBLIC_NAMES = {
+    "sampling.constraint": "constraint",
+    "sampling.rule": "speculation.rule",
+    "sampling.ensemble_weight": "speculation.ensemble_weight",
+    "sampling.min_new_tokens": "stopping.min_new_tokens",
+}
 
 
 class Verifying:
@@ -92,7 +99,9 @@ class Verifying:
         opens = tuple(s.open() for s in sequences if not s.is_open)
         closes = tuple(self._closes.pop(replica.replica_id, ()))
         batch = VerifyBatch(next(self._batch_numbers), rows, opens, closes)
-        replica.in_flight[batch.batch] = sum(row.num_tokens for row in rows)
+        is_decoding = all(len(row.new_token_ids) == 1 for row in rows)
+        num_tokens = sum(row.num_tokens for row in rows)
+        replica.in_flight[batch.batch] = num_tokens if is_decoding else 0
         self._clients[replica.replica_id].send(batch)
         loop = asyncio.get_running_loop()
         loop.call_later(self._config.verify_timeout_s, self._check_answered, replica, batch.batch)
@@ -133,7 +142,6 @@ class Verifying:
 
     def _result(self, replica: Replica, result: VerifyResult) -> None:
         num_tokens = replica.in_flight.pop(result.batch, 0)
-        num_tokens -= sum(verdict.cached_tokens for verdict in result.verdicts)
         if num_tokens > 0 and result.timings.num_forwards == 1:
             timings = result.timings
             self._cost.observe(num_tokens, (timings.forward_ns + timings.sampling_ns) / 1e9)
@@ -163,3 +171,15 @@ class Verifying:
         for sequence in orphans:
             sequence.forget_verifier()
         self._on_orphans(orphans)
+
+
+def explain_refusal(message: str) -> ForerunError:
+    """The client's error for an open that a verifier found invalid.
+
+    A message about sampling parameters ("sampling.top_p: ...") is the client's fault and becomes
+    an InvalidRequestError under the field's public name; any other is the target's.
+    """
+    field, separator, reason = message.removeprefix("opens.").partition(": ")
+    if not separator or not field.startswith("sampling."):
+        return ModelError(message)
+    return InvalidRequestError(_PUBLIC_NAMES.get(field, field), reason)

@@ -196,7 +196,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_plan_hits", "plan_misses", "fallback_steps", "num_verify_steps", "drafter")
+    __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_plan_hits", "plan_misses", "fallback_steps", "num_verify_steps", "drafter", "num_tokens_without_distributions")
     class PlanMissesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +222,7 @@ class SpeculationStats(_message.Message):
     FALLBACK_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_WITHOUT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
@@ -233,4 +234,5 @@ class SpeculationStats(_message.Message):
     fallback_steps: _containers.ScalarMap[str, int]
     num_verify_steps: int
     drafter: str
-    def __init__(self, num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_plan_hits: _Optional[int] = ..., plan_misses: _Optional[_Mapping[str, int]] = ..., fallback_steps: _Optional[_Mapping[str, int]] = ..., num_verify_steps: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
+    num_tokens_without_distributions: int
+    def __init__(self, num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_plan_hits: _Optional[int] = ..., plan_misses: _Optional[_Mapping[str, int]] = ..., fallback_steps: _Optional[_Mapping[str, int]] = ..., num_verify_steps: _Optional[int] = ..., drafter: _Optional[str] = ..., num_tokens_without_distributions: _Optional[int] = ...) -> None: ...

@@ -5,9 +5,9 @@ It answers with the request's own prompt and invented statistics. The real engin
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
-from core.types import ModelIdentity, SamplingParams, VerifierInfo
+from core.types import ModelIdentity, SamplingParams, TokenLogprobs, VerifierInfo
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.requests import (
     Block,
@@ -35,27 +35,41 @@ STATS = SpeculationStats(
     plan_misses=Counter(late=2),
     fallback_steps=Counter(disabled=1),
     drafter="ngram",
+    num_tokens_without_distributions=5,
 )
 REPLICA = ReplicaStatus("drafter-0", "127.0.0.1:9", Health.LOST, "gone", 1, 8, 3)
+
+
+def entries(token_ids: tuple[int, ...], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities that tell to which tokens they belong; none when `num_top` is None."""
+    if num_top is None:
+        return ()
+    top = tuple(range(num_top))
+    return tuple(TokenLogprobs(-t, top, tuple(-t - 1.0 - i for i in top)) for t in token_ids)
 
 
 class EchoEngine:
     """Answers in blocks of five tokens, all but the last of each block drafted, then ends.
 
     answer: ids to answer with; the request's own prompt when empty.
-    error: raised instead of an answer.
+    is_seeded: the prompt is turned by as many tokens as the seed says.
+    error: raised instead of an answer, for requests whose seed is `error_seed` or for all.
     hold: when set, waited for after each block.
-    closed: set when a generator was closed, however it ended.
+    num_running: generators that are not closed.
+    closed: set when the last generator was closed, however it ended.
     """
 
-    pool_names = ("ngram",)
+    pool_kinds: Mapping[str, str] = {"ngram": "ngram", "small": "draft_model"}
 
     def __init__(self) -> None:
         self.info: VerifierInfo | None = INFO
         self.requests: list[GenerationRequest] = []
         self.answer: tuple[int, ...] = ()
         self.error: Exception | None = None
+        self.error_seed: int | None = None
+        self.is_seeded = False
         self.hold: asyncio.Event | None = None
+        self.num_running = 0
         self.closed = asyncio.Event()
 
     async def generate(
@@ -63,20 +77,28 @@ class EchoEngine:
     ) -> AsyncGenerator[Block, None]:
         """The blocks."""
         self.requests.append(request)
+        self.num_running += 1
+        prompt, seed, output = request.prompt_token_ids, request.sampling.seed, request.output
+        news = entries(prompt[1:], output.logprobs or 0) if output.prompt_logprobs else ()
         try:
-            if self.error is not None:
+            if self.error is not None and self.error_seed in (None, seed):
                 raise self.error
-            ids = self.answer or request.prompt_token_ids
+            turn = seed % len(prompt) if self.is_seeded else 0
+            ids = self.answer or prompt[turn:] + prompt[:turn]
             for begin in range(0, len(ids), 5):
                 block = ids[begin : begin + 5]
-                yield Block(block, len(block) - 1, detokenizer.push(block).text)
+                text, logprobs = detokenizer.push(block).text, entries(block, output.logprobs)
+                yield Block(block, len(block) - 1, text, None, logprobs, news)
+                news = ()
                 if self.hold is not None:
                     await self.hold.wait()
             usage = (len(ids), len(ids), 2, STATS, 0.5, 1.5)
             end = Finished(FinishReason.STOP_TOKEN, *usage, "", EOS)
-            yield Block((EOS,), 0, detokenizer.flush(), end)
+            yield Block((EOS,), 0, detokenizer.flush(), end, entries((EOS,), output.logprobs))
         finally:
-            self.closed.set()
+            self.num_running -= 1
+            if not self.num_running:
+                self.closed.set()
 
     def status(self) -> ClusterStatus:
         """One lost verifier, one pool."""

@@ -17,7 +17,7 @@ from core.model import RaggedModel
 from core.rpc import RunningServer
 from core.tokenizer import Tokenizer
 from drafter_service import drafters as kinds
-from drafter_service.drafters.base import Drafter, DraftJob
+from drafter_service.drafters.base import Draft, Drafter, DraftJob
 from drafter_service.drafters.draft_model import DraftModelDrafter
 from drafter_service.server import serve_drafter
 from orchestrator.detokenizer import Detokenizer
@@ -107,15 +107,16 @@ async def serving(
 class NeverRight(DraftModelDrafter):
     """Given the target's own checkpoint, proposes anything but its next token."""
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         """The right draft, every id off by one."""
-        return [tuple((t + 1) % 250 for t in draft) for draft in super().draft(jobs)]
+        drafts = super().draft(jobs)
+        return [Draft(tuple((t + 1) % 250 for t in draft.token_ids)) for draft in drafts]
 
 
 class Stale(DraftModelDrafter):
     """Answers each question with the answer to an earlier one."""
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         """The draft of a prefix that is four tokens old."""
         old = [replace(j, token_ids=j.token_ids[:-4] or j.token_ids, num_unchanged=0) for j in jobs]
         return super().draft(old)
@@ -124,12 +125,12 @@ class Stale(DraftModelDrafter):
 class Garbage(DraftModelDrafter):
     """Random ids, half of them outside every vocabulary."""
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         """As many ids as wanted, none of them thought about."""
         rng = random.Random(sum(len(j.token_ids) for j in jobs))
         return [
-            tuple(rng.choice((rng.randrange(256), 5_000_000)) for _ in range(j.num_draft_tokens))
-            for j in jobs
+            Draft(tuple(rng.choice((rng.randrange(256), 5_000_000)) for _ in range(length)))
+            for length in (j.num_draft_tokens for j in jobs)
         ]
 
 

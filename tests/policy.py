@@ -2,7 +2,7 @@
 
 from core.types import SamplingParams
 from orchestrator.pipeline import Sequence
-from orchestrator.requests import GenerationRequest, Speculation, Stopping
+from orchestrator.requests import GenerationRequest, Output, Speculation, Stopping
 
 
 def make_request(
@@ -16,6 +16,7 @@ def make_request(
     enabled: bool = True,
     max_draft_tokens: int = 0,
     drafter: str = "",
+    output: Output | None = None,
 ) -> GenerationRequest:
     """A resolved request, greedy unless told otherwise."""
     return GenerationRequest(
@@ -24,6 +25,7 @@ def make_request(
         sampling or SamplingParams(),
         Stopping(max_new_tokens, stop, stop_token_ids),
         Speculation(enabled, max_draft_tokens, drafter),
+        output or Output(),
     )
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import core.attention
-from core.attention import Segment, group_segments
+import core.grouping
+from core.grouping import Segment, group_segments
 from core.model import Row
 from tests.test_families import TOLERANCE, load, truth
 from tests.tiny_models import TinyFactory, load_reference
@@ -45,7 +45,7 @@ def test_grouping_does_not_change_logits(
 ) -> None:
     """Breaks when padding, a slot without a row, or a split leaks into a row's result: the same
     batches with every row alone, and with everything in one group."""
-    monkeypatch.setattr(core.attention, "GROUP_COST_TOKENS", cost)
+    monkeypatch.setattr(core.grouping, "GROUP_COST_TOKENS", cost)
     path = tiny(kind)
     model, expected = load(path), truth(load_reference(path))
     texts = [[(7 * i + 13 * s * i * i) % 256 for i in range(100)] for s in range(4)]

@@ -12,6 +12,7 @@ import pytest
 
 from core.config import OrchestratorConfig
 from core.errors import OverloadedError
+from core.params import Constraint, ConstraintKind, Rule
 from core.rpc import RunningServer
 from core.tokenizer import Tokenizer
 from orchestrator.client_cli import Painter
@@ -89,13 +90,52 @@ async def test_options_arrive(server: RunningServer, engine: EchoEngine):
     assert speculation.drafter == "ngram"
 
 
+async def test_sampling_options_arrive(server: RunningServer, engine: EchoEngine):
+    """Each under its own name, and the file's content in place of its name."""
+    given = {"min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.5, "presence_penalty": -1.0}
+    given |= {"frequency_penalty": 0.5, "no_repeat_ngram_size": 3, "min_new_tokens": 2}
+    given |= {"ensemble_weight": 0.7}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    options += ["--rule", "ensemble", "--drafter", "small", "--include-stop", "--json"]
+    code, _, err = await run("generate", "hi", *options, "--address", server.address)
+    assert code == 0, err
+    request = engine.requests[0]
+    assert {name: getattr(request.sampling, name) for name in given} == given
+    assert request.sampling.rule is Rule.ENSEMBLE
+    assert request.stopping.include_stop and request.output.logprobs is None
+
+
+async def test_constraints_arrive(server: RunningServer, engine: EchoEngine, tmp_path: Path):
+    """The content of the file, not its name."""
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    for option, value in (("--json-schema", str(file)), ("--regex", "[a-z]+")):
+        code, _, err = await run("generate", "hi", option, value, "--address", server.address)
+        assert code == 0, err
+    assert [request.sampling.constraint for request in engine.requests] == [
+        Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}'),
+        Constraint(ConstraintKind.REGEX, "[a-z]+"),
+    ]
+
+
+async def test_samples_are_printed_whole(server: RunningServer, engine: EchoEngine):
+    """Blocks of different samples in one stream are no text."""
+    engine.is_seeded = True
+    options = ("--n", "3", "--seed", "0", "--address", server.address)
+    code, out, err = await run("generate", "abcdefghi", *options)
+    assert (code, sorted(out.splitlines())) == (0, ["abcdefghi", "bcdefghia", "cdefghiab"])
+    assert [f"seed {seed}" in err for seed in range(4)] == [True, True, True, False]
+
+
 async def test_json(server: RunningServer):
     """Scripts read one object per message, with ids, origins and the end."""
-    _, out, err = await run("generate", "hello world", "--json", "--address", server.address)
+    options = ("--json", "--logprobs", "1", "--address", server.address)
+    _, out, err = await run("generate", "hello world", *options)
     messages = [json.loads(line) for line in out.splitlines()]
     assert "".join(message["text"] for message in messages) == "hello world"
     assert messages[0]["origins"][-1] == "TOKEN_ORIGIN_TARGET"
     assert messages[-1]["finished"]["usage"]["completion_tokens"] == 11
+    assert all(len(m["logprobs"]) == len(m["token_ids"]) for m in messages)
     assert err == ""
 
 
@@ -116,6 +156,10 @@ async def test_errors_are_one_line(server: RunningServer, engine: EchoEngine, tm
         (("generate", "x", *reach), "error: RESOURCE_EXHAUSTED: the queue is full"),
         (("generate", "x", "--temperature", "-1", *reach), "INVALID_ARGUMENT: sampling.temp"),
         (("generate", "x", "--top-k", str(2**40), *reach), "error: "),
+        (("generate", "x", "--logprobs", "1", *reach), "error: --logprobs: "),
+        (("generate", "x", "--regex", "a", "--json-schema", "b", *reach), "only one of them"),
+        (("generate", "x", "--json-schema", str(tmp_path / "none"), *reach), "No such file"),
+        (("generate", "x", "--n", "0", *reach), "INVALID_ARGUMENT: n: must be between 1 and 16"),
         (("status", "--address", "127.0.0.1:1"), "error: cannot reach 127.0.0.1:1"),
         (("status", "--token-file", str(tmp_path / "none"), *reach), "error: auth token file"),
     ]

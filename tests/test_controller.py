@@ -2,20 +2,20 @@
 
 import pytest
 
-from orchestrator.controller import Controller, VerifyCost
-from orchestrator.pipeline import Acceptance
+from orchestrator.controller import Acceptance, Controller, VerifyCost
 
 
 def _acceptance(rate: float) -> Acceptance:
     acceptance = Acceptance()
-    acceptance.rate = rate
+    acceptance.first = acceptance.further = rate
     return acceptance
 
 
 def _controller(costs: dict[int, float]) -> Controller:
     controller = Controller()
-    for num_tokens, seconds in costs.items():
-        controller.cost.observe(num_tokens, seconds)
+    for _ in range(20):  # often enough for the line to lie on the points
+        for num_tokens, seconds in costs.items():
+            controller.cost.observe(num_tokens, seconds)
     return controller
 
 
@@ -36,7 +36,8 @@ def test_length_is_the_one_with_the_best_goodput() -> None:
     controller = _controller({1: 0.010, 11: 0.030})
     expected = [sum(0.8**i for i in range(m + 1)) / (0.010 + 0.002 * m) for m in range(9)]
     best = max(range(9), key=lambda m: expected[m])
-    assert controller.allot([(_acceptance(0.8), 8)], num_rows=1, num_tokens=1) == [best]
+    [chosen] = controller.allot([(_acceptance(0.8), 8)], num_rows=1, num_tokens=1)
+    assert abs(chosen - best) <= 1 and expected[chosen] > 0.99 * expected[best]
 
 
 def test_tokens_go_to_the_rows_that_use_them() -> None:
@@ -59,13 +60,22 @@ def test_unknown_costs_try_the_whole_draft() -> None:
     assert Controller().allot([(_acceptance(0.5), 4)], 1, 1) == [4]
 
 
-def test_curve_interpolates_and_never_falls() -> None:
-    """Noise in the measurements must not make a longer batch look cheaper."""
+def test_cost_is_the_line_through_the_measurements() -> None:
+    """A wrong slope drafts too much on a device that is busy, or too little on one that waits."""
     cost = VerifyCost()
-    cost.observe(2, 0.02)
-    cost.observe(4, 0.04)
-    cost.observe(6, 0.03)
-    assert cost.curve(1, 7) == pytest.approx([0.02, 0.02, 0.03, 0.04, 0.04, 0.04, 0.04])
+    for _ in range(50):
+        for num_tokens in (1, 9, 17):
+            cost.observe(num_tokens, 0.010 + 0.001 * num_tokens)
+    assert cost.seconds(13) == pytest.approx(0.023, rel=0.02)
+
+
+def test_one_hiccup_does_not_end_drafting() -> None:
+    """A size that was slow once must not be avoided for ever: it would never be measured again."""
+    controller = _controller({1: 0.010, 5: 0.0105})
+    controller.cost.observe(5, 3.0)
+    for _ in range(60):
+        controller.cost.observe(1, 0.010)
+    assert controller.allot([(_acceptance(0.7), 4)], 1, 1) == [4]
 
 
 def test_acceptance_follows_history_and_forgives() -> None:
@@ -73,11 +83,19 @@ def test_acceptance_follows_history_and_forgives() -> None:
     acceptance = Acceptance()
     for _ in range(30):
         acceptance.observe(3, 0)
-    low = acceptance.rate
-    assert low < 0.05
+    assert acceptance.first < 0.05
     for _ in range(100):
         acceptance.observe(0, 0)
-    assert acceptance.rate > 0.3
+    assert acceptance.first > 0.3
     for _ in range(30):
         acceptance.observe(3, 3)
     assert acceptance.chance(3) > 0.9
+
+
+def test_first_token_and_the_rest_are_told_apart() -> None:
+    """Prompt lookup is often wrong at once, but once right it is right for long."""
+    acceptance = Acceptance()
+    for step in range(200):
+        acceptance.observe(5, 5 if step % 3 == 0 else 0)
+    assert acceptance.first < 0.45
+    assert acceptance.chance(5) > 0.9 * acceptance.first

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from core.config import DrafterPoolConfig, ModelConfig
 from core.errors import ConfigError, ModelError
 from core.model import RaggedModel, Row
+from core.params import Constraint, ConstraintKind, Rule, SamplingParams
 from core.sampling import draw
-from core.types import Rule, SamplingParams
 from drafter_service.drafters import create_drafter
-from drafter_service.drafters.base import DraftJob
+from drafter_service.drafters.base import Draft, DraftJob
 from drafter_service.drafters.draft_model import DraftModelDrafter
-from tests.tiny_models import VOCAB_SIZE, TinyFactory, load_reference
+from tests.tiny_models import VOCAB_SIZE, TinyFactory, greedy_reference, load_reference
 
 GREEDY = SamplingParams()
 
@@ -78,10 +78,41 @@ def test_drafts_are_the_stock_models_continuation(
     texts = {1: [10, 20, 30], 2: [7] * 20}
     for accepted in (4, 0, 2, 4, 1, 0, 4):
         jobs = [DraftJob(s, tokens, 4, sampling) for s, tokens in texts.items()]
-        drafts = drafter.draft(jobs)
+        drafts = [draft.token_ids for draft in drafter.draft(jobs)]
         for tokens, drafted in zip(texts.values(), drafts, strict=True):
             assert drafted == continuation(reference, tokens, 4, sampling)
             tokens += [*drafted[:accepted], (tokens[-1] * 7 + accepted) % VOCAB_SIZE]
+
+
+def test_penalised_drafts_are_what_transformers_generates(
+    model: CountingModel, reference: PreTrainedModel
+) -> None:
+    """The target applies its processors at every position; a drafter that does not would propose
+    what the target cannot say. Each draft position sees the tokens drafted before it, and a
+    rejected draft leaves nothing behind."""
+    drafter, tokens = make(model), [10, 20, 30, 20, 30, 10]
+    plain = continuation(reference, tokens, 6, GREEDY)
+    words = (plain[:1], plain[1:3])
+    sampling = SamplingParams(
+        repetition_penalty=1.4,
+        no_repeat_ngram_size=2,
+        bad_words_ids=words,
+        num_prompt_tokens=6,
+        constraint=Constraint(ConstraintKind.REGEX, "[a-z]*"),  # for the target alone
+    )
+    for accepted in (0, 3, 6, 1):
+        [drafted] = drafter.draft([DraftJob(1, tokens, 6, sampling, 6)])
+        expected = greedy_reference(
+            reference,
+            tokens,
+            6,
+            repetition_penalty=1.4,
+            no_repeat_ngram_size=2,
+            bad_words_ids=[list(word) for word in words],
+        )
+        assert list(drafted.token_ids[: len(expected)]) == expected  # which ends at an end token
+        assert plain[0] not in expected
+        tokens = [*tokens, *drafted.token_ids[:accepted], (tokens[-1] + 40) % VOCAB_SIZE]
 
 
 def test_a_round_is_one_catch_up_and_k_minus_one_steps(model: CountingModel) -> None:
@@ -92,8 +123,8 @@ def test_a_round_is_one_catch_up_and_k_minus_one_steps(model: CountingModel) -> 
     drafts = drafter.draft([DraftJob(s, t, lengths[s], GREEDY) for s, t in texts.items()])
     assert model.forwards == [[3, 10, 2], [1, 1], [1]]
     model.forwards.clear()
-    texts[1] += [*drafts[0], 9]  # all accepted: the last draft and the target's token are new
-    texts[2] += [*drafts[1][:1], 9]
+    texts[1] += [*drafts[0].token_ids, 9]  # all accepted: two tokens are new
+    texts[2] += [*drafts[1].token_ids[:1], 9]
     texts[3] += [9]
     drafter.draft([DraftJob(s, t, 2, GREEDY, 1) for s, t in texts.items()])
     assert model.forwards == [[2, 1, 1], [1, 1, 1]]
@@ -102,10 +133,10 @@ def test_a_round_is_one_catch_up_and_k_minus_one_steps(model: CountingModel) -> 
 def test_reading_only_draws_nothing_and_drafting_reads_the_rest(model: CountingModel) -> None:
     """A prompt may be read ahead; the draft then needs its last token only once more."""
     drafter = make(model)
-    assert drafter.draft([DraftJob(1, range(100), 0, GREEDY)]) == [()]
+    assert drafter.draft([DraftJob(1, range(100), 0, GREEDY)]) == [Draft()]
     assert model.forwards == [[64], [36]]
     [drafted] = drafter.draft([DraftJob(1, range(100), 1, GREEDY, 100)])
-    assert model.forwards[2:] == [[1]] and len(drafted) == 1
+    assert model.forwards[2:] == [[1]] and len(drafted.token_ids) == 1
 
 
 def test_more_rows_than_a_forward_holds_are_split(
@@ -115,7 +146,7 @@ def test_more_rows_than_a_forward_holds_are_split(
     model = load(tiny_llama, max_sequences=20, max_batch_tokens=16)
     jobs = [DraftJob(s, [s, s + 1], 2, GREEDY) for s in range(20)]
     drafts = make(model).draft(jobs)
-    assert drafts[19] == continuation(reference, [19, 20], 2, GREEDY)
+    assert drafts[19].token_ids == continuation(reference, [19, 20], 2, GREEDY)
     assert max(sum(sizes) for sizes in model.forwards) <= 16
 
 
@@ -128,7 +159,7 @@ def test_a_prompt_that_others_have_read_is_copied(
     model.forwards.clear()
     [drafted] = drafter.draft([DraftJob(2, [*shared, 2], 3, GREEDY)])
     assert model.forwards == [[1], [1], [1]]
-    assert drafted == continuation(reference, [*shared, 2], 3, GREEDY)
+    assert drafted.token_ids == continuation(reference, [*shared, 2], 3, GREEDY)
 
 
 def test_padding_is_never_drafted(tiny: TinyFactory) -> None:
@@ -146,15 +177,15 @@ def test_padding_is_never_drafted(tiny: TinyFactory) -> None:
     drafter = make(load(path))
     for tokens in chosen[:4]:
         [drafted] = drafter.draft([DraftJob(1, tokens, 5, GREEDY)])
-        assert drafted == continuation(reference, tokens, 5, GREEDY)
-        assert max(drafted) < VOCAB_SIZE
+        assert drafted.token_ids == continuation(reference, tokens, 5, GREEDY)
+        assert max(drafted.token_ids) < VOCAB_SIZE
 
 
 def test_logits_that_are_no_numbers_end_a_draft(model: CountingModel) -> None:
     """A broken head must give a short draft, not an id that does not exist."""
     forward = model.forward
     model.forward = lambda rows: forward(rows) * float("nan")  # type: ignore[method-assign]
-    assert make(model).draft([DraftJob(1, [1, 2], 3, GREEDY)]) == [()]
+    assert make(model).draft([DraftJob(1, [1, 2], 3, GREEDY)]) == [Draft()]
 
 
 def test_the_config_must_name_a_model_that_is_there(tmp_path: Path) -> None:

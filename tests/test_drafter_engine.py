@@ -18,13 +18,19 @@ from core.types import (
     NeedOpen,
     NeedOpenReason,
     Plan,
+    Rule,
     SamplingParams,
+    SparseDistribution,
 )
-from drafter_service.drafters.base import Drafter, DraftJob
+from drafter_service.drafters.base import Draft, Drafter, DraftJob
 from drafter_service.engine import DrafterEngine
 
 GREEDY = SamplingParams()
 POISON = 66  # a sequence that ends with it breaks the drafter
+
+
+def one_point(token_id: int) -> SparseDistribution:
+    return SparseDistribution((token_id,), (1.0,))
 
 
 class Counting(Drafter):
@@ -39,15 +45,18 @@ class Counting(Drafter):
     def __init__(self) -> None:
         self.batches: list[list[DraftJob]] = []
         self.closed: list[int] = []
+        self.excess = 0
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         self.batches.append([job for job in jobs])
         if any(job.token_ids[-1] == POISON for job in jobs):
             raise RuntimeError("poisoned")
-        return [
-            tuple((job.token_ids[-1] + 1 + i) % 100 for i in range(job.num_draft_tokens))
-            for job in jobs
-        ]
+        return [self._count(job) for job in jobs]
+
+    def _count(self, job: DraftJob) -> Draft:
+        ids = [(job.token_ids[-1] + 1 + i) % 100 for i in range(job.num_draft_tokens + self.excess)]
+        needed = job.sampling.rule.needs_distributions
+        return Draft(tuple(ids), tuple([one_point(i) for i in ids]) if needed else ())
 
     def close(self, sequence: int) -> None:
         self.closed.append(sequence)
@@ -94,6 +103,17 @@ def test_an_open_and_a_commit_are_answered_for_the_known_outcome(engine: Drafter
     engine.apply(0, committed(5, 3, [4, 5, 9], k=3))
     assert run(engine)[0].plans == (Plan(5, 1, 3, (Branch(2, 9, (10, 11, 12)),)),)
     assert not engine.has_work and engine.step() == []
+
+
+def test_distributions_travel_with_the_draft_and_are_cut_with_it(
+    engine: DrafterEngine, drafter: Counting
+) -> None:
+    """One distribution more or less than tokens, and the verifier refuses the row."""
+    drafter.excess = 2
+    sampling = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
+    engine.apply(0, DraftCommands(opens=(DraftOpen(5, 1, (1, 2, 3), sampling, 3, 2),)))
+    branch = Branch(0, 3, (4, 5), (one_point(4), one_point(5)))
+    assert run(engine)[0].plans == (Plan(5, 1, 2, (branch,)),)
 
 
 def test_all_streams_are_drafted_for_in_one_batch(engine: DrafterEngine, drafter: Counting) -> None:

@@ -25,7 +25,7 @@ from core.types import (
     Plan,
     SamplingParams,
 )
-from drafter_service.drafters.base import DraftJob
+from drafter_service.drafters.base import Draft, DraftJob
 from drafter_service.drafters.ngram import NgramDrafter
 from drafter_service.engine import DrafterEngine
 from drafter_service.server import Worker, serve, serve_drafter
@@ -185,7 +185,7 @@ class Gated(NgramDrafter):
         self.started, self.gate = threading.Semaphore(0), threading.Semaphore(0)
         self.broken = False
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         self.started.release()
         self.gate.acquire()
         return super().draft(jobs)

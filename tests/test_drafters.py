@@ -6,6 +6,7 @@ every sequence before each call. Whatever it remembers may change its speed only
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from core.config import DrafterPoolConfig, ModelConfig
 from core.errors import ConfigError
 from core.types import Rule, SamplingParams
 from drafter_service.drafters import DRAFTERS, create_drafter
-from drafter_service.drafters.base import Drafter, DraftJob
+from drafter_service.drafters.base import Draft, Drafter, DraftJob
 from tests.tiny_models import VOCAB_SIZE
 
 GREEDY = SamplingParams()
@@ -34,6 +35,12 @@ def make(request: pytest.FixtureRequest, tiny_llama: Path) -> Make:
         return create_drafter(config)
 
     return create
+
+
+def rejection(seed: int, temperature: float = 0.8) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, top_k=40, seed=seed, rule=Rule.REJECTION, repetition_penalty=1.5
+    )
 
 
 def coupled(seed: int) -> SamplingParams:
@@ -59,7 +66,7 @@ def job(
     return DraftJob(sequence, token_ids, k, sampling, unchanged)
 
 
-def forgetful(drafter: Drafter, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+def forgetful(drafter: Drafter, jobs: Sequence[DraftJob]) -> list[Draft]:
     """Each job drafted alone, by a drafter that remembers nothing of it."""
     drafts = []
     for each in jobs:
@@ -86,15 +93,31 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(make: Make) -> No
     drafter = make()
     drafts = drafter.draft(ragged_jobs())
     assert drafts == forgetful(make(), ragged_jobs())
-    assert any(drafts)
+    assert any(draft.token_ids for draft in drafts)
 
 
 def test_drafts_are_valid_and_no_longer_than_wanted(make: Make) -> None:
     """An id outside the vocabulary, or one draft too many, breaks the verify row."""
     drafter = make()
     for each, drafted in zip(ragged_jobs(), drafter.draft(ragged_jobs()), strict=True):
-        assert isinstance(drafted, tuple) and len(drafted) <= each.num_draft_tokens
-        assert all(0 <= token_id < VOCAB_SIZE for token_id in drafted)
+        assert len(drafted.token_ids) <= each.num_draft_tokens and drafted.distributions == ()
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in drafted.token_ids)
+
+
+def test_distributions_come_with_every_token_or_with_none(make: Make) -> None:
+    """The verifier takes a draft without them for a deterministic one; a kind that says it has
+    them and forgets them would bias the text, and be refused under ENSEMBLE."""
+    drafter = make()
+    rules = [rejection(1), rejection(2), rejection(3), coupled(4), GREEDY, rejection(6)]
+    jobs = [replace(each, sampling=p) for each, p in zip(ragged_jobs(), rules, strict=True)]
+    drafts, alone = drafter.draft(jobs), forgetful(make(), jobs)
+    assert [draft.token_ids for draft in drafts] == [draft.token_ids for draft in alone]
+    for each, drafted in zip(jobs, drafts, strict=True):
+        needed = drafter.has_distributions and each.sampling.rule.needs_distributions
+        assert len(drafted.distributions) == (len(drafted.token_ids) if needed else 0)
+        for token_id, q in zip(drafted.token_ids, drafted.distributions, strict=False):
+            assert token_id in q.token_ids and max(q.token_ids) < VOCAB_SIZE
+            assert sum(q.probabilities) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,7 +125,7 @@ def test_memory_changes_nothing_through_accepts_and_rejections(make: Make, seed:
     """Rounds of random verdicts: all accepted, some, none; pauses; repeated and rewound commits.
     A cache that is one token off drafts something else from then on."""
     rng = random.Random(seed)
-    drafter, oracle = make(), make()
+    drafter, oracle, penalised = make(), make(), rejection(0, temperature=0.0)
     texts = {sequence: prompt(sequence + 10 * seed, 5 + 9 * sequence) for sequence in range(4)}
     unchanged = dict.fromkeys(texts, 0)
     last: dict[int, tuple[int, ...]] = dict.fromkeys(texts, ())
@@ -113,15 +136,16 @@ def test_memory_changes_nothing_through_accepts_and_rejections(make: Make, seed:
                 s,
                 texts[s],
                 rng.choice([0, 1, 3, 5]),
-                coupled(s) if s % 2 else GREEDY,
+                (GREEDY, coupled(s), penalised, rejection(s))[s],
                 unchanged[s] if rng.random() < 0.7 else 0,
             )
             for s in busy
         ]
         drafts = drafter.draft(jobs)
-        assert drafts == forgetful(oracle, jobs)
+        ids = [draft.token_ids for draft in drafts]
+        assert ids == [draft.token_ids for draft in forgetful(oracle, jobs)]
         for s, drafted in zip(busy, drafts, strict=True):
-            unchanged[s], last[s] = len(texts[s]), drafted
+            unchanged[s], last[s] = len(texts[s]), drafted.token_ids
         for s in texts:  # the target goes on, also with those that were not asked for
             accepted = last[s][: rng.choice([0, 1, len(last[s])])]
             rewound = rng.choice([0, 0, 0, 2])
@@ -146,7 +170,7 @@ def test_a_prompt_read_in_chunks_drafts_the_same(make: Make) -> None:
     """The engine cuts long prompts; the pieces must be worth the whole."""
     drafter, tokens = make(), prompt(5, 70)
     for end in (10, 33, 70):
-        assert drafter.draft([job(1, tokens[:end], 0)]) == [()]
+        assert drafter.draft([job(1, tokens[:end], 0)]) == [Draft()]
     assert drafter.draft([job(1, tokens, 5, unchanged=70)]) == make().draft([job(1, tokens, 5)])
 
 

@@ -96,6 +96,7 @@ async def test_text_and_end(stub):
     assert dict(speculation.plan_misses) == {"late": 2}
     assert dict(speculation.fallback_steps) == {"disabled": 1}
     assert (speculation.num_verify_steps, speculation.drafter) == (4, "ngram")
+    assert speculation.num_tokens_without_distributions == 5
 
 
 async def test_token_ids_only_when_asked_for(stub):
@@ -109,6 +110,22 @@ async def test_token_ids_only_when_asked_for(stub):
     assert list(full[3].origins) == [target]
     assert "".join(text for r in full for text in r.token_texts) == "hello wörld"
     assert all(len(r.token_ids) == len(r.token_texts) for r in full)
+
+
+async def test_logprobs_only_when_asked_for(stub):
+    """Each token of each block, the end token too, has its own; the prompt's come first."""
+    plain = await collect(stub.Generate(ask()))
+    assert not any(r.logprobs or r.prompt_logprobs for r in plain)
+    output = {"logprobs": 2, "prompt_logprobs": True, "return_token_ids": True}
+    full = await collect(stub.Generate(ask("hello world", output=output)))
+    for response in full:
+        assert [entry.logprob for entry in response.logprobs] == [-t for t in response.token_ids]
+        for token, entry in zip(response.token_ids, response.logprobs, strict=True):
+            assert list(entry.top_token_ids) == [0, 1]
+            assert list(entry.top_logprobs) == [-token - 1, -token - 2]
+    ids = [token for response in full[:-1] for token in response.token_ids]
+    assert [entry.logprob for entry in full[0].prompt_logprobs] == [-t for t in ids[1:]]
+    assert not any(response.prompt_logprobs for response in full[1:])
 
 
 async def test_a_drawn_seed_is_returned(stub, engine):

@@ -23,7 +23,7 @@ def make(**options: Any) -> Drafter:
 
 def draft(drafter: Drafter, token_ids: Sequence[int], k: int, num_unchanged: int = 0) -> list[int]:
     [drafted] = drafter.draft([DraftJob(1, token_ids, k, GREEDY, num_unchanged)])
-    return list(drafted)
+    return list(drafted.token_ids)
 
 
 def scan(token_ids: Sequence[int], k: int, max_ngram: int, min_ngram: int, per: int) -> list[int]:

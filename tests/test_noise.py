@@ -14,9 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.noise import (
+    CORRECTION_DOMAIN,
+    DRAFT_DOMAIN,
     NO_TOKEN,
+    accept_uniform,
     argmax_among,
     argmax_dense,
+    argmax_noisy,
+    block_key,
+    correction_keys,
+    draft_keys,
     gumbel_noise,
     mix64,
     possible_winners,
@@ -26,6 +33,13 @@ from core.noise import (
 )
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "noise_vectors.json").read_text())
+BLOCK_VECTORS = (  # seed, start, index; accept uniform, draft key, correction key
+    (0, 0, 0, 0.9778775653335815, 0x975BD37296C879C7, 0x9F219D63599C2102),
+    (0, 0, 1, 0.8316226801140089, 0x81855C927386F81A, 0x7AB1750DF684AC4B),
+    (1, 0, 0, 0.33970193910159463, 0x1A03665404E1FDD4, 0x87E58E2DBA3E5BD0),
+    (42, 17, 3, 0.1846560422225526, 0x626EBF6F0A960CB8, 0x4C66C56854F03A1F),
+    (18446744073709551615, 100000, 7, 0.8247573381912506, 0x858B1388632C60FF, 0xDAF87EB8BB0C7882),
+)
 SEEDS = st.integers(0, 2**64 - 1)
 
 
@@ -173,3 +187,63 @@ def test_lowest_id_wins_ties_and_empty_rows_have_no_token():
     tied[0, [2, 6]] = -noise[[2, 6]]
     assert argmax_among(tied, keys[:1], torch.tensor([0, 0]), torch.tensor([6, 2])).tolist() == [2]
     assert argmax_dense(tied, keys[:1]).tolist() == [2]
+
+
+# ---------------------------------------------------------------- keyed by block
+
+
+def block_key_reference(seed: int, domain: bytes, start: int, index: int) -> int:
+    """docs/noise.md's definition, in Python's integers."""
+    key = mix64(seed) + int.from_bytes(domain, "big")
+    key = mix64(mix64(key) + start * 0xD1342543DE82EF95)
+    return mix64(key + (index + 1) * 0xA0761D6478BD642F)
+
+
+@given(seed=SEEDS, start=st.integers(0, 2**40), index=st.integers(0, 64))
+def test_block_keys_are_their_definition(seed, start, index):
+    """Drafter and verifier would not notice a change; a repeated call after an update would."""
+    draft, correction = (
+        keys([seed], [start], [index]).item() % 2**64 for keys in (draft_keys, correction_keys)
+    )
+    assert draft == block_key_reference(seed, b"drafting", start, index)
+    assert correction == block_key_reference(seed, b"corrects", start, index)
+    bits = mix64(block_key_reference(seed, b"accepted", start, index) + 0x9E3779B97F4A7C15) >> 12
+    assert accept_uniform(seed, start, index) == (bits + 0.5) * 2.0**-52
+
+
+def test_published_block_vectors():
+    """Any change of these changes every text that REJECTION ever returned for a seed."""
+    for seed, start, index, accept, draft, correction in BLOCK_VECTORS:
+        assert accept_uniform(seed, start, index) == accept
+        assert draft_keys([seed], [start], [index]).item() % 2**64 == draft
+        assert correction_keys([seed], [start], [index]).item() % 2**64 == correction
+
+
+def test_domains_blocks_and_indices_are_independent():
+    """A drafter's noise that leans on the verifier's, or a block's on the last one's, biases."""
+    n = 20_000
+    families = [
+        [accept_uniform(7, i, 0) for i in range(n)],
+        [accept_uniform(7, i, 1) for i in range(n)],
+        [accept_uniform(7, i + 1, 0) for i in range(n)],
+        [accept_uniform(8, i, 0) for i in range(n)],
+        uniform([7] * n, list(range(n)), 1)[:, 0].tolist(),
+    ]
+    for domain in (CORRECTION_DOMAIN, DRAFT_DOMAIN):
+        keys = [block_key(7, domain, i, 0) for i in range(n)]
+        families.append([mix64(key + 0x9E3779B97F4A7C15) / 2.0**64 for key in keys])
+    for i, family in enumerate(families):
+        counts = np.histogram(family, bins=64, range=(0, 1))[0]
+        assert chi_square(counts, np.full(64, n / 64)) < 4.5
+        for other in families[:i]:
+            joint = np.histogram2d(family, other, bins=8, range=[[0, 1], [0, 1]])[0]
+            assert chi_square(joint.ravel(), np.full(64, n / 64)) < 4.5
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 1000])
+def test_argmax_noisy_is_the_definition(vocab_size):
+    """Scores of a residual are -inf in most places."""
+    scores = torch.randn(20, vocab_size, generator=torch.Generator().manual_seed(0))
+    scores[:, ::3] = -torch.inf
+    keys = row_keys([5] * 20, list(range(20)), "cpu")
+    assert argmax_noisy(scores, keys).tolist() == argmax_dense(scores, keys).tolist()

@@ -31,7 +31,7 @@ def test_position_advances_by_the_accepted_count() -> None:
 def test_plan_is_usable_only_for_its_own_outcome() -> None:
     """A branch for another outcome would be verified as if it were this one's draft."""
     sequence = _running(accepted=1, draft=(7, 8), verdict=(7, 5))
-    commit = sequence.commit_drafter((7, 5), 4, 0.0)
+    commit = sequence.commit_drafter((7, 5), 0.0)
     wrong = [
         Branch(0, 5, (1,)),  # another accepted count
         Branch(1, 6, (1,)),  # another token
@@ -46,7 +46,7 @@ def test_plan_is_usable_only_for_its_own_outcome() -> None:
 def test_stale_and_late_plans_are_dropped_and_counted() -> None:
     """A plan of an earlier open or an earlier block must never be used."""
     sequence = _running(accepted=0, draft=(7,), verdict=(5,))
-    commit = sequence.commit_drafter((5,), 4, 0.0)
+    commit = sequence.commit_drafter((5,), 0.0)
     assert not sequence.take_plan(Plan(1, 9, commit.base_length, (Branch(0, 5, (1,)),)), NUM_IDS)
     assert not sequence.take_plan(
         Plan(1, 1, commit.base_length - 1, (Branch(0, 5, (1,)),)), NUM_IDS
@@ -60,7 +60,7 @@ def test_stale_and_late_plans_are_dropped_and_counted() -> None:
 def test_ids_outside_the_vocabulary_never_reach_the_target() -> None:
     """A drafter's invalid id ends its draft; the ids before it are still good."""
     sequence = _running(accepted=0, draft=(7,), verdict=(5,))
-    commit = sequence.commit_drafter((5,), 4, 0.0)
+    commit = sequence.commit_drafter((5,), 0.0)
     plan = Plan(1, 1, commit.base_length, (Branch(0, 5, (1, NUM_IDS, 2)),))
     sequence.take_plan(plan, NUM_IDS)
     assert sequence.next_row(10, 10).draft_token_ids == (1,)
@@ -69,10 +69,21 @@ def test_ids_outside_the_vocabulary_never_reach_the_target() -> None:
 
 def test_draft_never_exceeds_what_may_still_be_committed() -> None:
     """k drafts commit up to k + 1 tokens: one more would pass max_new_tokens."""
-    sequence = make_sequence(max_new_tokens=4)
-    _first_token(sequence)
-    assert sequence.num_draft_tokens(8) == 2
-    assert make_sequence(max_new_tokens=4, max_draft_tokens=1).num_draft_tokens(8) == 1
+    for wish, expected in ((0, 2), (1, 1)):
+        sequence = make_sequence(max_new_tokens=4, max_draft_tokens=wish)
+        _first_token(sequence)
+        sequence.open_drafter("d", 8, 0.0)
+        assert sequence.num_draft_tokens == expected
+
+
+def test_draft_that_would_not_be_verified_is_not_waited_for() -> None:
+    """Waiting for a draft that the controller leaves out costs a round trip and buys nothing."""
+    sequence = _running(accepted=0, draft=(7,), verdict=(5,))
+    sequence.num_worthwhile = 0
+    assert sequence.commit_drafter((5,), 0.0).next_draft_tokens == 0
+    assert sequence.plan_deadline(1.0) is None
+    sequence.next_row(10, 10)
+    assert sequence.stats.fallback_steps["not_worth_it"] == 1
 
 
 def test_lost_verifier_is_rebuilt_from_the_committed_tokens() -> None:
@@ -100,7 +111,7 @@ def test_patience_halves_its_trust_each_time_a_plan_does_not_come() -> None:
     sequence = _running(accepted=0, draft=(), verdict=(5,))
     waits = 0
     for _ in range(40):
-        sequence.commit_drafter((5,), 4, now=0.0)
+        sequence.commit_drafter((5,), now=0.0)
         if sequence.plan_deadline(0.25) is not None:
             waits += 1
             sequence.give_up_plan()

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from core.noise import gumbel_noise
 from core.sampling import NO_TOKEN, _cut_batch, _scale, draw, process_logits
@@ -30,18 +36,39 @@ def warp(row: Tensor, p: SamplingParams) -> Tensor:
         scores = TopKLogitsWarper(p.top_k)(None, scores)
     if p.top_p < 1.0:
         scores = TopPLogitsWarper(p.top_p)(None, scores)
+    if p.min_p:
+        scores = MinPLogitsWarper(p.min_p)(None, scores)
+    if p.typical_p < 1.0:
+        scores = TypicalLogitsWarper(p.typical_p)(None, scores)
     return scores[0]
 
 
 def at_border(row: Tensor, p: SamplingParams) -> bool:
-    """Whether fp32's rounding decides what top_p keeps: a tail's mass is 1 - top_p almost exactly.
+    """Whether fp32's rounding decides what is kept: a mass or a distance is at its limit, almost.
 
     transformers sums the softmax of the sorted row and we that of the row as it is; their last
     bits differ.
     """
-    scores = warp(row, SamplingParams(p.temperature, p.top_k))
+    scores = warp(row, params(p.temperature, top_k=p.top_k))
     mass = scores.sort().values.double().softmax(-1).cumsum(-1)
-    return bool(((mass - (1 - p.top_p)).abs() < 1e-6).any())
+    at_top_p = p.top_p < 1 and ((mass - (1 - p.top_p)).abs() < 1e-6).any()
+    scores = warp(row, params(p.temperature, top_k=p.top_k, top_p=p.top_p))
+    at_min_p = p.min_p and ((scores - scores.max() - math.log(p.min_p)).abs() < 1e-5).any()
+    return bool(at_top_p or at_min_p or at_typical_border(row, p))
+
+
+def at_typical_border(row: Tensor, p: SamplingParams) -> bool:
+    if p.typical_p == 1.0:
+        return False
+    untyped = params(p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+    log_probs = warp(row, untyped).double().log_softmax(-1)
+    gaps = (log_probs - (log_probs.exp() * log_probs).nansum()).abs()
+    order = gaps.argsort()
+    mass = log_probs.exp()[order].cumsum(-1)
+    last = order[min(int((mass < p.typical_p).sum()), len(row) - 1)]
+    rounding = 5e-7 * (1 - float(log_probs[log_probs.isfinite()].min()))
+    rivals = ((gaps - gaps[last]).abs() < rounding) & (log_probs != log_probs[last])
+    return bool(((mass - p.typical_p).abs() < 1e-6).any() or rivals.any())
 
 
 def same_but_for_ties(ours: Tensor, theirs: Tensor, scaled: Tensor) -> bool:
@@ -62,7 +89,9 @@ PARAMS = st.builds(
     params,
     temperature=st.sampled_from([0.0, 0.05, 0.3, 0.7, 1.0, 1.7, 10.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 50, 10_000]),
-    top_p=st.sampled_from([1e-9, 0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0]),
+    top_p=st.sampled_from([1e-9, 0.01, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0, 1.0, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.02, 0.3, 1.0]),
+    typical_p=st.sampled_from([0.01, 0.2, 0.7, 0.95, 0.9999, 1.0, 1.0]),
     seed=st.integers(0, 2**64 - 1),
 )
 ROWS = st.builds(
@@ -92,7 +121,14 @@ def test_processing_equals_transformers(rows, chosen):
 def test_processing_equals_transformers_at_full_vocabulary():
     """The shortcuts of the CPU path matter at real sizes, where small rows cannot test them."""
     rows = random_rows(0, 8, 49_152, 3.0, tied=False).bfloat16().float()
-    for p in (params(top_p=0.9), params(0.5, top_p=0.95), params(1.3, top_k=50, top_p=0.8)):
+    for p in (
+        params(top_p=0.9),
+        params(0.5, top_p=0.95),
+        params(1.3, top_k=50, top_p=0.8),
+        params(min_p=0.05),
+        params(0.4, typical_p=0.9),
+        params(0.7, top_k=500, top_p=0.95, min_p=0.01, typical_p=0.6),
+    ):
         ours = process_logits(rows, [p] * 8)
         scaled = _scale(rows, [p] * 8)
         batch = _cut_batch(scaled, [p] * 8)
@@ -120,6 +156,20 @@ def test_top_k_keeps_ties():
     row = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     kept = process_logits(row, [params(top_k=2)])[0].isfinite()
     assert kept.tolist() == [False, True, True, True, True, False]
+
+
+def test_min_p_and_typical_p_follow_temperature_and_each_other():
+    """Taken of the unscaled logits, or in another order, they would keep other tokens."""
+    row = torch.tensor([[4.0, 3.9, 3.0, 1.0, -2.0]])
+    cold, hot = process_logits(row.expand(2, -1), [params(0.25, min_p=0.1), params(4.0, min_p=0.1)])
+    assert cold.isfinite().tolist() == [True, True, False, False, False]
+    assert hot.isfinite().tolist() == [True] * 5
+    # Among all five tokens the third is nearest to the entropy, among what min_p leaves the second.
+    row = torch.tensor([[0.0, 5.0, 4.0, 3.0, 2.0]])
+    both = process_logits(row, [params(min_p=0.1, typical_p=0.2)])[0]
+    assert both.isfinite().tolist() == [False, True, False, False, False]
+    alone = process_logits(row, [params(typical_p=0.2)])[0]
+    assert alone.isfinite().tolist() == [False, False, True, False, False]
 
 
 def test_top_k_beyond_the_vocabulary_and_tiny_top_p():
@@ -205,25 +255,37 @@ def test_padded_ids_are_never_drawn():
 @pytest.mark.parametrize("garbage", [math.nan, INF, "all -inf", "one nan"])
 def test_garbage_fails_its_row_only(garbage):
     """NaN logits must neither crash the batch nor become an id out of range."""
-    chosen = [params(0.0), params(), params(top_k=3), params(top_p=0.5), params(top_k=3, top_p=0.5)]
-    rows = random_rows(7, 10, 100, 1.0, tied=False)
-    clean = draw(rows, chosen * 2, list(range(10)))
+    cuts = [
+        *({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}),
+        {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9},
+    ]
+    chosen = [params(0.0), *(params(**cut) for cut in cuts)]
+    n = len(chosen)
+    rows = random_rows(7, 2 * n, 100, 1.0, tied=False)
+    clean = draw(rows, chosen * 2, list(range(2 * n)))
     if garbage == "all -inf":
-        rows[:5] = -INF
+        rows[:n] = -INF
     elif garbage == "one nan":
-        rows[:5, 17] = math.nan
+        rows[:n, 17] = math.nan
     else:
-        rows[:5] = garbage
-    ids = draw(rows, chosen * 2, list(range(10)))
-    assert ids[:5].tolist() == [NO_TOKEN] * 5
-    assert torch.equal(ids[5:], clean[5:])
+        rows[:n] = garbage
+    ids = draw(rows, chosen * 2, list(range(2 * n)))
+    assert ids[:n].tolist() == [NO_TOKEN] * n
+    assert torch.equal(ids[n:], clean[n:])
 
 
 def test_masked_tokens_are_never_drawn():
     """A processor's -inf must survive every path."""
     rows = random_rows(8, 200, 40, 0.1, tied=False)
     rows[:, ::2] = -INF
-    for p in (params(0.0), params(), params(top_k=30), params(top_p=0.999), params(top_k=1)):
+    for p in (
+        params(0.0),
+        params(),
+        params(top_k=30),
+        params(top_p=0.999),
+        params(top_k=1),
+        params(typical_p=0.9),
+    ):
         assert (draw(rows, [p] * 200, list(range(200))) % 2 == 1).all()
 
 
@@ -232,5 +294,6 @@ def test_cuda_draws_what_the_cpu_draws():
     """The two ways through `draw` are one function."""
     rows = random_rows(9, 32, 49_152, 3.0, tied=False)
     chosen = [params(0.0), params(seed=1), params(seed=2, top_k=50), params(0.7, top_p=0.9)] * 8
+    chosen[::5] = [params(seed=3, min_p=0.02), params(seed=4, typical_p=0.8)] * 3 + [params(0.0)]
     on_cuda = draw(rows.cuda(), chosen, list(range(32))).cpu()
     assert torch.equal(on_cuda, draw(rows, chosen, list(range(32))))

@@ -46,7 +46,7 @@ def test_batch_waits_for_a_plan_but_not_longer_than_its_patience() -> None:
     """Going too early wastes the draft; waiting for ever stalls everybody."""
     scheduler = _scheduler(patience_s=0.25)
     slow, quick = _decoding(1), _decoding(2)
-    slow.commit_drafter((4,), 4, now=10.0)
+    slow.commit_drafter((4,), now=10.0)
     waiting = scheduler.select([slow, quick], 100, now=10.1)
     assert waiting.rows == () and waiting.wake_at == 10.25
     rows = scheduler.select([slow, quick], 100, now=10.25).rows
@@ -57,7 +57,7 @@ def test_plan_that_came_lets_the_batch_go_at_once() -> None:
     """The row goes with its draft as soon as nobody else is awaited."""
     scheduler = _scheduler(patience_s=0.25)
     sequence = _decoding(1)
-    commit = sequence.commit_drafter((4,), 4, now=10.0)
+    commit = sequence.commit_drafter((4,), now=10.0)
     sequence.take_plan(Plan(1, 1, commit.base_length, (Branch(0, 4, (5, 6)),)), 100)
     assert scheduler.select([sequence], 100, now=10.0).rows[0].draft_token_ids == (5, 6)
 

@@ -9,8 +9,8 @@ from google.protobuf import text_format
 from core.errors import InvalidRequestError
 from core.tokenizer import Tokenizer
 from core.types import ModelIdentity, Rule, SamplingParams, VerifierInfo
-from orchestrator import server, validation
-from orchestrator.requests import GenerationRequest
+from orchestrator import sampling_options, server, validation
+from orchestrator.requests import GenerationRequest, Output, Speculation, Stopping
 from orchestrator.validation import build_request, is_long
 from protos import generation_pb2 as pb
 from tests.tiny_models import ASSISTANT, BOS, EOS, USER, VOCAB_SIZE, save_tokenizer
@@ -25,7 +25,7 @@ INFO = VerifierInfo(
     instance_id="i",
     tokenizer_size=VOCAB_SIZE,
 )
-POOLS = ("ngram", "small")
+POOLS = {"ngram": "ngram", "small": "draft_model"}
 OPTIONS = ("Sampling", "Stopping", "Speculation", "Output")
 
 
@@ -87,8 +87,6 @@ REFUSED = [
         "speculation.rule",
         "COUPLED needs temperature above 0, not 0",
     ),
-    ("speculation { rule: RULE_REJECTION }", "speculation.rule", "not supported yet"),
-    ("speculation { rule: RULE_ENSEMBLE }", "speculation.rule", "not supported yet"),
     ("continue_from_token_ids: 260", "continue_from_token_ids", "below 260"),
     (f"continue_from_token_ids: {EOS}", "continue_from_token_ids", "257 is an end token"),
     (
@@ -96,22 +94,12 @@ REFUSED = [
         "continue_from_token_ids",
         "fewer tokens than may be generated in all, 2, not 2",
     ),
-    ("sampling { min_p: 0.1 }", "sampling.min_p", "not supported yet"),
-    ("sampling { repetition_penalty: 1.1 }", "sampling.repetition_penalty", "not supported yet"),
-    ("sampling { presence_penalty: 1 }", "sampling.presence_penalty", "not supported yet"),
-    ("sampling { frequency_penalty: 1 }", "sampling.frequency_penalty", "not supported yet"),
-    ("sampling { logit_bias { key: 1 value: 0 } }", "sampling.logit_bias", "not supported yet"),
-    ("sampling { bad_words_ids { ids: 1 } }", "sampling.bad_words_ids", "not supported yet"),
-    ("stopping { min_new_tokens: 1 }", "stopping.min_new_tokens", "not supported yet"),
-    ("speculation { ensemble_weight: 1 }", "speculation.ensemble_weight", "not supported yet"),
-    ("output { logprobs: 0 }", "output.logprobs", "not supported yet"),
-    ("output { prompt_logprobs: true }", "output.prompt_logprobs", "not supported yet"),
 ]
 
 
 @pytest.mark.parametrize(("text", "field", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refused(tokenizer: Tokenizer, text: str, field: str, message: str):
-    """A wrong or unbuilt parameter would be ignored, or reach a batch shared with others."""
+    """A wrong parameter would be ignored, or reach a batch shared with others."""
     with pytest.raises(InvalidRequestError, match=message) as caught:
         build(tokenizer, text)
     assert caught.value.field == field
@@ -133,7 +121,7 @@ def test_unknown_rule(tokenizer: Tokenizer):
 
 def test_every_field_is_read():
     """A field added to the API that neither validation nor server reads is silently ignored."""
-    source = inspect.getsource(validation) + inspect.getsource(server)
+    source = "".join(map(inspect.getsource, (validation, sampling_options, server)))
     for name in ("GenerateRequest", *(f"{n}Options" for n in OPTIONS)):
         for field in pb.DESCRIPTOR.message_types_by_name[name].fields:
             assert field.name in source, f"{name}.{field.name}"
@@ -160,27 +148,19 @@ def test_everything_set(tokenizer: Tokenizer):
     """Each field lands where the engine reads it."""
     request = build(
         tokenizer,
-        'request_id: "r" prompt_token_ids { ids: [1, 2] }'
+        'request_id: "r" prompt_token_ids { ids: [1, 2] } n: 3 '
         "sampling { temperature: 1.5 top_k: 3 top_p: 1 seed: 18446744073709551615 }"
-        'stopping { max_new_tokens: 30 stop: "a" stop_token_ids: 9 ignore_eos: true }'
+        'stopping { max_new_tokens: 30 stop: "a" stop_token_ids: 9 ignore_eos: true'
+        " include_stop: true } output { logprobs: 20 prompt_logprobs: true }"
         'speculation { enabled: false max_draft_tokens: 64 drafter: "small" rule: RULE_COUPLED }',
     )
     assert (request.request_id, request.prompt_token_ids) == ("r", (1, 2))
-    assert request.sampling == SamplingParams(1.5, 3, 1.0, 2**64 - 1, Rule.COUPLED)
-    assert (request.stopping.max_new_tokens, request.stopping.stop) == (30, ("a",))
-    assert request.stopping.stop_token_ids == {9}
-    speculation = request.speculation
-    assert (speculation.enabled, speculation.max_draft_tokens) == (False, 64)
-    assert speculation.drafter == "small"
-
-
-def test_off_values_of_unbuilt_parameters_pass(tokenizer: Tokenizer):
-    """Clients that always send every parameter must not be refused for asking nothing."""
-    build(
-        tokenizer,
-        "sampling { min_p: 0 repetition_penalty: 1 presence_penalty: 0 frequency_penalty: 0 }"
-        "stopping { min_new_tokens: 0 }",
+    assert request.sampling == SamplingParams(
+        1.5, 3, 1.0, 2**64 - 1, Rule.COUPLED, end_token_ids=(9,), num_prompt_tokens=2
     )
+    assert request.stopping == Stopping(30, ("a",), frozenset({9}), True)
+    assert request.speculation == Speculation(False, 64, "small")
+    assert request.output == Output(20, True)
 
 
 def test_made_seeds_and_ids_differ(tokenizer: Tokenizer):
@@ -215,6 +195,7 @@ def test_continuation_is_the_same_sequence(tokenizer: Tokenizer):
     request = build(tokenizer, text + "stopping { max_new_tokens: 10 }")
     assert request.prompt_token_ids == (1, 2, 3, 4, 5)
     assert request.stopping.max_new_tokens == 7
+    assert request.sampling.num_prompt_tokens == 2
     assert build(tokenizer, text).stopping.max_new_tokens == INFO.max_length - 5
 
 

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from core.constraints import ConstraintCompiler
 from torch import Tensor
 
 from core.errors import ForerunError, InvalidRequestError
 from core.kv_cache import NoSlotError
 from core.model import RaggedModel, Row
+from core.params import TokenLogprobs
 from core.types import (
     OpenFailure,
-    SamplingParams,
     Verdict,
     VerdictStatus,
     VerifierInfo,
@@ -40,49 +41,12 @@ from core.types import (
     VerifyTimings,
 )
 from verifier_service.checks import check_open, check_row
-from verifier_service.rules import Block, verdicts
+from verifier_service.drawing import Draw, Drawer, PromptReader, decide
+from verifier_service.rules import Outcome
+from verifier_service.work import OpenSequence, Work, plan_forward, refusal
 
 #: Fewer new tokens are computed sooner than a prefix is looked for.
 _MIN_REUSE_TOKENS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """An open sequence: its id in the model, how it is drawn, how long it may grow."""
-
-    key: int
-    sampling: SamplingParams
-    max_length: int
-
-
-@dataclass(slots=True)
-class _Work:
-    """A sound row on its way through the target; `done` of its tokens are in the cache."""
-
-    row: VerifyRow
-    sequence: _Sequence
-    tokens: tuple[int, ...]
-    cached: int = 0
-    done: int = 0
-    verdict: Verdict | None = None
-
-    @property
-    def num_left(self) -> int:
-        return len(self.tokens) - self.done
-
-    @property
-    def num_logits(self) -> int:
-        return 0 if self.row.partial else len(self.row.draft_token_ids) + 1
-
-    @property
-    def start(self) -> int:
-        """Where the drawn tokens begin."""
-        return self.row.position + len(self.row.new_token_ids)
-
-    def end(self) -> Verdict:
-        """The verdict of a work that was run."""
-        assert self.verdict is not None
-        return self.verdict
 
 
 @dataclass(slots=True)
@@ -97,9 +61,11 @@ class _Clock:
 class VerifierEngine:
     """Verifies micro-batches with one target. Sequences belong to the stream that opened them."""
 
-    def __init__(self, model: RaggedModel) -> None:
+    def __init__(self, model: RaggedModel, compiler: ConstraintCompiler | None = None) -> None:
+        """`compiler` makes constraints of the target's tokenizer; without it they are refused."""
         self._model = model
-        self._streams: dict[int, dict[int, _Sequence]] = {}
+        self._compiler = compiler
+        self._streams: dict[int, dict[int, OpenSequence]] = {}
         self._keys = itertools.count()
         self.info = VerifierInfo(
             identity=model.identity,
@@ -126,7 +92,7 @@ class VerifierEngine:
         seen: set[int] = set()
         items = [self._admit(sequences, row, seen) for row in batch.rows]
         clock = _Clock()
-        self._run([item for item in items if isinstance(item, _Work)], clock)
+        self._run([item for item in items if isinstance(item, Work)], clock)
         return VerifyResult(
             batch=batch.batch,
             verdicts=tuple([item if isinstance(item, Verdict) else item.end() for item in items]),
@@ -141,16 +107,17 @@ class VerifierEngine:
 
     # ------------------------------------------------------------ sequences
 
-    def _close(self, sequences: dict[int, _Sequence], sequence: int) -> None:
+    def _close(self, sequences: dict[int, OpenSequence], sequence: int) -> None:
         closed = sequences.pop(sequence, None)
         if closed is not None:
             self._model.close(closed.key)
 
-    def _open(self, sequences: dict[int, _Sequence], open_: VerifyOpen) -> OpenFailure | None:
+    def _open(self, sequences: dict[int, OpenSequence], open_: VerifyOpen) -> OpenFailure | None:
         """Admit a sequence; one that is open already starts again from nothing."""
         known = sequences.get(open_.sequence)
         try:
             check_open(open_, self._model.max_length)
+            opened = self._drawing(open_)
             key = next(self._keys) if known is None else known.key
             if known is None:
                 self._model.open(key)
@@ -161,18 +128,27 @@ class VerifierEngine:
             return OpenFailure(open_.sequence, VerdictStatus.INVALID, f"opens.{error}")
         except NoSlotError as error:
             return OpenFailure(open_.sequence, VerdictStatus.NO_SLOT, str(error))
-        sequences[open_.sequence] = _Sequence(key, open_.sampling, open_.max_length)
+        drawer, reader = opened
+        sequences[open_.sequence] = OpenSequence(key, open_.max_length, drawer, reader)
         return None
 
+    def _drawing(self, open_: VerifyOpen) -> tuple[Drawer, PromptReader | None]:
+        """What a sequence is drawn with. Raises InvalidRequestError."""
+        if open_.sampling.constraint is not None and self._compiler is None:
+            raise InvalidRequestError("sampling.constraint", "the target has no tokenizer")
+        size = self._model.vocab_size
+        drawer = Drawer(open_.sampling, size, open_.logprobs, self._compiler)
+        return drawer, PromptReader(open_.logprobs or 0) if open_.prompt_logprobs else None
+
     def _admit(
-        self, sequences: dict[int, _Sequence], row: VerifyRow, seen: set[int]
-    ) -> _Work | Verdict:
+        self, sequences: dict[int, OpenSequence], row: VerifyRow, seen: set[int]
+    ) -> Work | Verdict:
         """Check a row and ready its sequence; a verdict when it cannot be verified."""
         try:
             check_row(row, seen, self._model.vocab_size, self._model.max_batch_tokens)
             sequence = sequences.get(row.sequence)
             if sequence is None:
-                return _refusal(row, VerdictStatus.NEED_PREFIX, "the sequence is not open")
+                return refusal(row, VerdictStatus.NEED_PREFIX, "the sequence is not open")
             if row.position + row.num_tokens > sequence.max_length:
                 raise InvalidRequestError(
                     "position",
@@ -180,21 +156,21 @@ class VerifierEngine:
                     f"max_length {sequence.max_length}",
                 )
         except InvalidRequestError as error:
-            return _refusal(row, VerdictStatus.INVALID, f"rows.{error}")
+            return refusal(row, VerdictStatus.INVALID, f"rows.{error}")
         length = self._model.length(sequence.key)
         if length < row.position:
             message = f"{length} tokens are held, position is {row.position}"
-            return _refusal(row, VerdictStatus.NEED_PREFIX, message)
+            return refusal(row, VerdictStatus.NEED_PREFIX, message)
         self._model.truncate(sequence.key, row.position)
-        work = _Work(row, sequence, row.new_token_ids + row.draft_token_ids)
-        if len(row.new_token_ids) >= _MIN_REUSE_TOKENS:
+        work = Work(row, sequence, row.new_token_ids + row.draft_token_ids)
+        if len(row.new_token_ids) >= _MIN_REUSE_TOKENS and sequence.reader is None:
             work.cached = self._model.reuse_prefix(sequence.key, row.new_token_ids)
             work.done = work.cached
         return work
 
     # ------------------------------------------------------------ forwards
 
-    def _run(self, works: list[_Work], clock: _Clock) -> None:
+    def _run(self, works: list[Work], clock: _Clock) -> None:
         """Set the verdict of every work."""
         # Short rows first: a long prompt is what gets split, and decoding rows ride along.
         pending = sorted(works, key=lambda work: work.num_left)
@@ -202,14 +178,14 @@ class VerifierEngine:
             self._forward(plan_forward(pending, self._model.max_batch_tokens), clock)
             pending = [work for work in pending if work.verdict is None]
 
-    def _forward(self, chunks: list[tuple[_Work, int]], clock: _Clock) -> None:
+    def _forward(self, chunks: list[tuple[Work, int]], clock: _Clock) -> None:
         """Run chunks, (work, number of its next tokens) each, and decide the works that end."""
         rows = [
             Row(
                 work.sequence.key,
                 work.row.position + work.done,
                 work.tokens[work.done : work.done + size],
-                work.num_logits if size == work.num_left else 0,
+                work.num_logits(size),
             )
             for work, size in chunks
         ]
@@ -230,58 +206,78 @@ class VerifierEngine:
             for chunk in chunks:
                 self._forward([chunk], clock)
             return
-        ended = []
-        for work, size in chunks:
-            work.done += size
-            if work.num_left == 0:
-                ended.append(work)
         begin = time.perf_counter_ns()
-        self._decide(ended, logits)
+        with torch.inference_mode():
+            self._decide(chunks, self._read(chunks, logits))
         clock.sampling_ns += time.perf_counter_ns() - begin
 
-    def _decide(self, works: list[_Work], logits: Tensor) -> None:
-        """Let the rule decide works whose logits `[sum num_logits, V]` are there."""
-        for work in works:
+    def _read(self, chunks: list[tuple[Work, int]], logits: Tensor) -> Tensor:
+        """Report the prompts that are read, and count every chunk as done.
+
+        Returns the logits the rule needs: all that there are, when no prompt is reported.
+        """
+        kept = []
+        first = 0
+        for work, size in chunks:
+            rows = logits[first : first + work.num_logits(size)]
+            first += len(rows)
+            reader, new = work.sequence.reader, work.row.new_token_ids[work.done :][:size]
+            if reader is not None:
+                valid = rows[: len(new), : self._model.tokenizer_size]
+                work.prompt_logprobs += reader.read(valid, new)
+            if size == work.num_left:
+                kept.append(rows[len(rows) - work.num_drawn :])
+            work.done += size
+        whole = sum(map(len, kept)) == len(logits)
+        return logits if whole else torch.cat(kept or [logits[:0]])
+
+    def _decide(self, chunks: list[tuple[Work, int]], logits: Tensor) -> None:
+        """End the works that are done: let the rule decide those that draw."""
+        ended = [work for work, _ in chunks if work.num_left == 0]
+        drawn = [work for work in ended if not work.row.partial]
+        for work in ended:
             if work.row.partial:
-                work.verdict = Verdict(work.row.sequence, work.start, cached_tokens=work.cached)
-        drawn = [work for work in works if not work.row.partial]
-        blocks = [
-            Block(work.sequence.sampling, work.start, work.row.draft_token_ids) for work in drawn
-        ]
-        outcomes = verdicts(logits, blocks, self._model.tokenizer_size) if drawn else []
-        for work, outcome in zip(drawn, outcomes, strict=True):
+                work.verdict = self._verdict(work, 0, (), ())
+        for work, (outcome, report) in zip(drawn, self._draw(drawn, logits), strict=True):
             if outcome.failure:
                 self._fail(work, outcome.failure)
                 continue
             self._model.truncate(work.sequence.key, work.start + outcome.accepted)
-            work.verdict = Verdict(
-                sequence=work.row.sequence,
-                position=work.start,
-                accepted=outcome.accepted,
-                token_ids=outcome.token_ids,
-                cached_tokens=work.cached,
+            work.verdict = self._verdict(work, outcome.accepted, outcome.token_ids, report)
+            work.sequence.reader = None
+
+    def _draw(
+        self, works: list[Work], logits: Tensor
+    ) -> list[tuple[Outcome, tuple[TokenLogprobs, ...]]]:
+        draws = []
+        for work in works:
+            drawer, row = work.sequence.drawer, work.row
+            prefix: Sequence[int] = ()
+            if drawer.needs_prefix:
+                prefix = self._model.cache.token_ids(work.sequence.key)[: work.start]
+                drawer.sync(prefix, row.position)
+            draws.append(
+                Draw(drawer, work.start, row.draft_token_ids, row.draft_distributions, prefix)
             )
+        return decide(logits, draws, self._model.tokenizer_size) if draws else []
 
-    def _fail(self, work: _Work, message: str) -> None:
+    def _verdict(
+        self,
+        work: Work,
+        accepted: int,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+    ) -> Verdict:
+        return Verdict(
+            sequence=work.row.sequence,
+            position=work.start,
+            accepted=accepted,
+            token_ids=token_ids,
+            cached_tokens=work.cached,
+            logprobs=logprobs,
+            prompt_logprobs=work.prompt_logprobs,
+        )
+
+    def _fail(self, work: Work, message: str) -> None:
         self._model.truncate(work.sequence.key, work.row.position)
-        work.verdict = _refusal(work.row, VerdictStatus.INVALID, message)
-
-
-def plan_forward(works: Sequence[_Work], max_tokens: int) -> list[tuple[_Work, int]]:
-    """The next forward: works in order, as many of their tokens as fit.
-
-    Only new tokens are ever split: the tokens that logits are wanted of stay together.
-    """
-    chunks = []
-    for work in works:
-        fits = work.num_left <= max_tokens
-        size = work.num_left if fits else min(max_tokens, work.num_left - work.num_logits)
-        if size > 0:
-            chunks.append((work, size))
-            max_tokens -= size
-    return chunks
-
-
-def _refusal(row: VerifyRow, status: VerdictStatus, message: str) -> Verdict:
-    position = row.position + len(row.new_token_ids)
-    return Verdict(row.sequence, position, status, message=message)
+        work.verdict = refusal(work.row, VerdictStatus.INVALID, message)

@@ -2,7 +2,7 @@
 
 Vocabulary, the same everywhere:
 
-    p   the target's distribution at a position, after temperature, top_k and top_p
+    p   the target's distribution at a position, after every processor, temperature and truncation
     q   the drafter's
     k   draft length: a block of k drafted tokens has k + 1 rows of logits
     j   accepted count, 0..k: the verdict commits j drafted tokens and one of the target's own
@@ -17,52 +17,66 @@ to seed and position; j is the length of the common prefix of d and t; t_0 .. t_
 Row i counts only while d_0 .. d_i-1 equals t_0 .. t_i-1, and then its logits are those of the
 committed text. So what is committed is what the target alone would draw, whatever the draft.
 
+The other rules look at q and accept by chance; they are in `verifier_service.rejection`.
 Knows nothing of models, caches, sequences or messages. See docs/losslessness.md.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from core.errors import InvalidRequestError
 from core.sampling import NO_TOKEN, draw
 from core.types import Rule, SamplingParams
+from verifier_service.blocks import Block, Outcome
+from verifier_service.rejection import reject
 
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What one verdict is about: k drafted tokens, the first to stand at `position`."""
-
-    params: SamplingParams
-    position: int
-    draft_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """j and the j + 1 tokens to commit; or why there are none, and then 0 and no tokens."""
-
-    accepted: int
-    token_ids: tuple[int, ...]
-    failure: str = ""
+__all__ = ["Block", "Outcome", "check_sampling", "verdicts"]
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raise InvalidRequestError, naming the field, unless `verdicts` can serve these parameters."""
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise _invalid("temperature", f"must be at least 0 and finite, not {params.temperature}")
-    if params.top_k < 0:
-        raise _invalid("top_k", f"must be at least 0, not {params.top_k}")
-    if not 0 < params.top_p <= 1:
-        raise _invalid("top_p", f"must be in (0, 1], not {params.top_p}")
-    if not 0 <= params.seed < 1 << 64:
-        raise _invalid("seed", f"must be in [0, 2^64), not {params.seed}")
-    if params.rule not in (Rule.GREEDY, Rule.COUPLED):
-        raise _invalid("rule", f"{params.rule.name} is not built yet; use GREEDY or COUPLED")
-    if params.rule is Rule.GREEDY and params.temperature > 0:
-        raise _invalid("rule", f"GREEDY needs temperature 0, not {params.temperature}")
+    """Raise InvalidRequestError, naming the field, unless `verdicts` can serve these parameters.
+
+    Ids are not compared with a vocabulary here, nor is a constraint compiled.
+    """
+    _check_numbers(params)
+    rule, temperature = params.rule, params.temperature
+    if rule is Rule.GREEDY and temperature > 0:
+        raise _invalid("rule", f"GREEDY needs temperature 0, not {temperature}")
+    if rule in (Rule.REJECTION, Rule.TOKEN_REJECTION) and temperature == 0:
+        raise _invalid("rule", f"{rule.name} needs a temperature above 0")
+    if rule is Rule.ENSEMBLE and not 0 < params.ensemble_weight < 1:
+        raise _invalid("ensemble_weight", f"must be in (0, 1), not {params.ensemble_weight}")
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    """Ranges, one by one. A comparison with NaN is false, so each is put as what must hold."""
+    largest = 1e6  # beyond it a sum with logits says nothing any more
+    checks = (
+        ("temperature", 0 <= params.temperature < math.inf, "at least 0 and finite"),
+        ("top_k", params.top_k >= 0, "at least 0"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("typical_p", 0 < params.typical_p <= 1, "in (0, 1]"),
+        ("seed", 0 <= params.seed < 1 << 64, "in [0, 2^64)"),
+        ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0 and finite"),
+        ("presence_penalty", abs(params.presence_penalty) <= largest, "finite and modest"),
+        ("frequency_penalty", abs(params.frequency_penalty) <= largest, "finite and modest"),
+        ("no_repeat_ngram_size", params.no_repeat_ngram_size >= 0, "at least 0"),
+        ("min_new_tokens", params.min_new_tokens >= 0, "at least 0"),
+        ("num_prompt_tokens", params.num_prompt_tokens >= 0, "at least 0"),
+    )
+    for name, holds, words in checks:
+        if not holds:
+            raise _invalid(name, f"must be {words}, not {getattr(params, name)}")
+    for token_id, bias in params.logit_bias:
+        if token_id < 0 or math.isnan(bias) or bias == math.inf:
+            raise _invalid("logit_bias", f"token {token_id} cannot get a bias of {bias}")
+    if any(not ids or min(ids) < 0 for ids in params.bad_words_ids):
+        raise _invalid("bad_words_ids", "each must have at least one id, and none below 0")
 
 
 def _invalid(name: str, message: str) -> InvalidRequestError:
@@ -72,24 +86,39 @@ def _invalid(name: str, message: str) -> InvalidRequestError:
 def verdicts(
     logits: Tensor, blocks: Sequence[Block], num_valid: int | None = None
 ) -> list[Outcome]:
-    """One outcome per block, in order.
+    """One outcome per block, in order; the rules may differ.
 
-    logits: `[sum(k + 1), V]`, each block's rows behind those of the block before; ids from
-    `num_valid` on are padding. Raises InvalidRequestError for parameters it cannot serve, before
-    anything is drawn. Logits without a finite maximum fail their own block, and only if they count.
-    Everything is drawn at once and read from the device once.
+    logits: `[sum(k + 1), V]`, each block's rows behind those of the block before, processors
+    applied (-inf: must not be committed), temperature and truncation not; ids from `num_valid` on
+    are padding. Raises InvalidRequestError for parameters it cannot serve, before anything is
+    drawn. Logits without a finite maximum fail their own block, and only if they count; so do
+    distributions from which the draft cannot have come.
     """
     for block in blocks:
         check_sampling(block.params)
-    sizes = [len(block.draft_token_ids) + 1 for block in blocks]
+    sizes = [block.num_rows for block in blocks]
     assert sum(sizes) == logits.shape[0], "each block has k + 1 rows of logits"
-    params = [b.params for b, size in zip(blocks, sizes, strict=True) for _ in range(size)]
-    positions = [b.position + i for b, size in zip(blocks, sizes, strict=True) for i in range(size)]
-    drawn = iter(draw(logits, params, positions, num_valid).tolist())
-    return [
-        _outcome(block, [next(drawn) for _ in range(size)])
-        for block, size in zip(blocks, sizes, strict=True)
-    ]
+    logits = logits[:, :num_valid]
+    looks = [block.params.rule.needs_distributions for block in blocks]
+    if not any(looks):
+        return _agree(logits, blocks)
+    parts = torch.split(logits, sizes)
+    outcomes: dict[int, Outcome] = {}
+    for decide, by_chance in ((_agree, False), (reject, True)):
+        chosen = [i for i, look in enumerate(looks) if look is by_chance]
+        if chosen:
+            rows = torch.cat([parts[i] for i in chosen])
+            found = decide(rows, [blocks[i] for i in chosen])
+            outcomes.update(zip(chosen, found, strict=True))
+    return [outcomes[i] for i in range(len(blocks))]
+
+
+def _agree(logits: Tensor, blocks: Sequence[Block]) -> list[Outcome]:
+    """GREEDY and COUPLED: everything is drawn at once and read from the device once."""
+    params = [block.params for block in blocks for _ in range(block.num_rows)]
+    positions = [block.position + i for block in blocks for i in range(block.num_rows)]
+    drawn = iter(draw(logits, params, positions).tolist())
+    return [_outcome(block, list(itertools.islice(drawn, block.num_rows))) for block in blocks]
 
 
 def _outcome(block: Block, drawn: list[int]) -> Outcome:
@@ -99,7 +128,4 @@ def _outcome(block: Block, drawn: list[int]) -> Outcome:
         if drafted != token or token == NO_TOKEN:
             break
         accepted += 1
-    if drawn[accepted] == NO_TOKEN:
-        where = block.position + accepted
-        return Outcome(0, (), f"the target's logits at position {where} have no finite maximum")
-    return Outcome(accepted, tuple(drawn[: accepted + 1]))
+    return block.outcome(accepted, drawn[accepted])

@@ -23,6 +23,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from core.config import ModelConfig, VerifierConfig
+from core.constraints import ConstraintCompiler
 from core.embedded import resolve_model
 from core.metrics import MetricsServer, VerifierMetrics
 from core.model import RaggedModel
@@ -83,7 +84,11 @@ async def serve_verifier(
 
 def _load(config: ModelConfig) -> VerifierEngine:
     path = resolve_model(config.model)
-    return VerifierEngine(RaggedModel.load(config.model_copy(update={"model": path})))
+    model = RaggedModel.load(config.model_copy(update={"model": path}))
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return VerifierEngine(model)
+    return VerifierEngine(model, ConstraintCompiler(tokenizer.to_json(), model.eos_token_ids))
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):

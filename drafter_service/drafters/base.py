@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from core.config import DrafterPoolConfig
 from core.errors import ConfigError
-from core.types import ModelIdentity, SamplingParams
+from core.types import ModelIdentity, SamplingParams, SparseDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,28 @@ class DraftJob:
     num_unchanged: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens, and what each was sampled from: a distribution per token.
+
+    Without distributions the draft counts as deterministic: all mass on its tokens.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    distributions: tuple[SparseDistribution, ...] = ()
+
+    def cut(self, length: int) -> "Draft":
+        """Its first `length` tokens."""
+        return Draft(self.token_ids[:length], self.distributions[:length])
+
+
 class Drafter(ABC):
     """Proposes tokens. All methods run in one thread, never at once."""
 
     kind: ClassVar[str]
     #: What it needs of the target beside token ids ("hidden_states", "kv", ...); data, not types.
     needs: ClassVar[frozenset[str]] = frozenset()
-    #: True when drafts come with the distributions they were sampled from.
+    #: True when drafts come with distributions wherever the job's rule needs them.
     has_distributions: ClassVar[bool] = False
     #: True when `draft` takes microseconds, so that the server may call it on its event loop.
     runs_inline: ClassVar[bool] = False
@@ -71,11 +86,13 @@ class Drafter(ABC):
         return 0
 
     @abstractmethod
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
-        """Draft for a batch: per job at most `num_draft_tokens` ids, in the order of the jobs.
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        """Draft for a batch: per job at most `num_draft_tokens` tokens, in the order of the jobs.
 
-        An empty tuple means "no guess". At temperature above 0 the ids are the argmax of
-        log q + G with the job's seed (see `core.sampling`), so that they couple with the target.
+        An empty draft means "no guess". At temperature above 0 the tokens are the argmax of
+        log q + G with the job's seed (see `core.sampling`), so that they couple with the target;
+        or, for rules that need distributions, sampled from exactly the distributions returned,
+        with noise of their own. How many there are must not depend on what they are.
         """
 
     def close(self, sequence: int) -> None:  # noqa: B027 - optional

@@ -9,20 +9,28 @@ step by step as one batch, rows dropping out as they reach their own length.
 
 The last drafted token dk has not been run through the model: if the target accepts all k, the next
 catch-up is two tokens (dk and the target's own), else one.
+
+Its logits pass the same processors as the target's, except for a constraint, so that it is likely
+to say what the target may say. Where the rule needs distributions, `drafter_service.distributions`
+samples and reports them; elsewhere tokens are drawn as the target draws them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from core.config import DrafterPoolConfig
 from core.embedded import resolve_model
 from core.errors import ConfigError
 from core.model import RaggedModel, Row
-from core.sampling import NO_TOKEN, draw
-from core.types import ModelIdentity
-from drafter_service.drafters.base import Drafter, DrafterOptions, DraftJob, read_options
+from core.processors import History, HistoryRow, apply_history
+from core.sampling import NO_TOKEN, draw, process_logits
+from core.types import ModelIdentity, Rule, SparseDistribution
+from drafter_service.distributions import Distributions
+from drafter_service.drafters.base import Draft, Drafter, DrafterOptions, DraftJob, read_options
 
 #: Looking for a prefix to copy is for prompts, not for the few tokens of a catch-up.
 _MIN_REUSED_TOKENS = 32
@@ -32,9 +40,11 @@ class DraftModelOptions(DrafterOptions):
     """`[drafter_pools.options]` of kind "draft_model".
 
     `prefill_chunk`: prompt tokens read at a time while the drafts of others wait.
+    `top_q`: most tokens with a chance in the distributions that rules ask for.
     """
 
     prefill_chunk: int = Field(256, ge=1)
+    top_q: int = Field(64, ge=1)
 
 
 @dataclass(slots=True)
@@ -42,24 +52,47 @@ class _Draft:
     """A draft in the making; `is_done` when nothing more is to be drawn for it."""
 
     job: DraftJob
+    history: History | None
     token_ids: list[int]
+    distributions: list[SparseDistribution]
     is_done: bool
 
-    def add(self, token_id: int) -> None:
+    @property
+    def has_distributions(self) -> bool:
+        """Whether the rule looks at them. At temperature 0 a draft is deterministic, and only
+        ENSEMBLE mixes the distribution at temperature 1 with the target's, as transformers does."""
+        sampling = self.job.sampling
+        needed = sampling.rule.needs_distributions
+        return needed and (sampling.temperature > 0 or sampling.rule is Rule.ENSEMBLE)
+
+    def add(self, token_id: int, distribution: SparseDistribution | None = None) -> None:
         """Append what was drawn; NO_TOKEN (logits that are not numbers) ends the draft early."""
-        if token_id != NO_TOKEN:
-            self.token_ids.append(token_id)
-        self.is_done = token_id == NO_TOKEN or len(self.token_ids) >= self.job.num_draft_tokens
+        self.is_done = token_id == NO_TOKEN or len(self.token_ids) + 1 >= self.job.num_draft_tokens
+        if token_id == NO_TOKEN:
+            return
+        self.token_ids.append(token_id)
+        if distribution is not None:
+            self.distributions.append(distribution)
+        if self.history is not None and not self.is_done:
+            self.history.extend([token_id])
+
+    def end(self) -> Draft:
+        """The draft."""
+        return Draft(tuple(self.token_ids), tuple(self.distributions))
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a RaggedModel; greedy, or coupled with the target through shared noise."""
+    """Drafts with a RaggedModel: greedy, coupled with the target through shared noise, or sampled
+    from distributions that come with the draft."""
 
     kind = "draft_model"
+    has_distributions = True
 
-    def __init__(self, model: RaggedModel, prefill_chunk: int = 256) -> None:
+    def __init__(self, model: RaggedModel, prefill_chunk: int = 256, top_q: int = 64) -> None:
         self._model = model
         self._prefill_chunk = prefill_chunk
+        self._top_q = top_q
+        self._histories: dict[int, History] = {}
 
     @property
     def identity(self) -> ModelIdentity:
@@ -81,11 +114,15 @@ class DraftModelDrafter(Drafter):
         """See `DraftModelOptions`."""
         return self._prefill_chunk
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
+    @torch.inference_mode()
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         """See `Drafter.draft`. Raises what the model raises."""
         for job in jobs:
             self._align(job)
-        drafts = [_Draft(job, [], is_done=job.num_draft_tokens == 0) for job in jobs]
+        drafts = [
+            _Draft(job, self._history(job), [], [], is_done=job.num_draft_tokens == 0)
+            for job in jobs
+        ]
         self._catch_up(drafts)
         while drawing := [draft for draft in drafts if not draft.is_done]:
             for start in range(0, len(drawing), self._model.max_batch_tokens):
@@ -95,10 +132,11 @@ class DraftModelDrafter(Drafter):
                     for draft in part
                 ]
                 self._run(rows, part)
-        return [tuple(draft.token_ids) for draft in drafts]
+        return [draft.end() for draft in drafts]
 
     def close(self, sequence: int) -> None:
         """Free a sequence's slot; the model may keep its tokens for others to copy."""
+        self._histories.pop(sequence, None)
         if self._model.cache.is_open(sequence):
             self._model.close(sequence)
 
@@ -121,6 +159,20 @@ class DraftModelDrafter(Drafter):
         if len(job.token_ids) - agreed > _MIN_REUSED_TOKENS:
             self._model.reuse_prefix(job.sequence, job.token_ids[agreed:])
 
+    def _history(self, job: DraftJob) -> History | None:
+        """What the job's parameters look back at, if they do: exactly the job's tokens, of which
+        those that are unchanged stand before the last draft, if there was one."""
+        if not History.needed(job.sampling):
+            return None
+        history = self._histories.get(job.sequence)
+        if history is None or history.params != job.sampling:
+            history = History(job.sampling, self._model.vocab_size)
+            self._histories[job.sequence] = history
+        agreed = min(job.num_unchanged, len(history), len(job.token_ids))
+        history.truncate(agreed)
+        history.extend(job.token_ids[agreed:])
+        return history
+
     def _catch_up(self, drafts: Sequence[_Draft]) -> None:
         """Run every job's missing tokens, in as few forwards as `max_batch_tokens` allows, and
         draw the first token of each draft."""
@@ -142,12 +194,44 @@ class DraftModelDrafter(Drafter):
     def _run(self, rows: Sequence[Row], drawing: Sequence[_Draft]) -> None:
         """One forward; every `drawing` draft, in the order of the rows, gets its next token."""
         logits = self._model.forward(rows)  # [len(drawing), vocab_size]
-        if drawing:
-            params = [draft.job.sampling for draft in drawing]
-            positions = [self._length(draft.job) for draft in drawing]
-            token_ids = draw(logits, params, positions, self._model.tokenizer_size)
-            for draft, token_id in zip(drawing, token_ids.tolist(), strict=True):
-                draft.add(token_id)
+        looking_back = [
+            HistoryRow(draft.history, row)
+            for row, draft in enumerate(drawing)
+            if draft.history is not None
+        ]
+        apply_history(logits, looking_back)
+        logits = logits[:, : self._model.tokenizer_size]  # what is beyond is padding
+        drawn = [i for i, draft in enumerate(drawing) if not draft.has_distributions]
+        if drawn:
+            self._draw(_rows(logits, drawn), [drawing[i] for i in drawn])
+        sampled = [i for i, draft in enumerate(drawing) if draft.has_distributions]
+        if sampled:
+            self._sample(_rows(logits, sampled), [drawing[i] for i in sampled])
+
+    def _draw(self, logits: Tensor, drafts: Sequence[_Draft]) -> None:
+        """Each draft's next token as the target would draw it."""
+        params = [draft.job.sampling for draft in drafts]
+        positions = [self._length(draft.job) for draft in drafts]
+        for draft, token_id in zip(drafts, draw(logits, params, positions).tolist(), strict=True):
+            draft.add(token_id)
+
+    def _sample(self, logits: Tensor, drafts: Sequence[_Draft]) -> None:
+        """Each draft's next token from its own distribution, which is kept beside it."""
+        params = [draft.job.sampling for draft in drafts]
+        distributions = Distributions.of(process_logits(logits, params), self._top_q)
+        sampled = distributions.sample(
+            [each.seed for each in params],
+            [len(draft.job.token_ids) for draft in drafts],
+            [len(draft.token_ids) for draft in drafts],
+        ).tolist()
+        likeliest = distributions.likeliest().tolist()
+        for i, (draft, distribution) in enumerate(zip(drafts, distributions.sparse(), strict=True)):
+            draft.add(sampled[i] if params[i].temperature > 0 else likeliest[i], distribution)
+
+
+def _rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of `[n, V]`; all of them without a copy."""
+    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
 
 
 def create_draft_model(config: DrafterPoolConfig) -> DraftModelDrafter:
@@ -156,4 +240,4 @@ def create_draft_model(config: DrafterPoolConfig) -> DraftModelDrafter:
     if config.model is None:
         raise ConfigError(f"drafter_pools.{config.name}.model: kind 'draft_model' needs a model")
     model = config.model.model_copy(update={"model": resolve_model(config.model.model)})
-    return DraftModelDrafter(RaggedModel.load(model), options.prefill_chunk)
+    return DraftModelDrafter(RaggedModel.load(model), options.prefill_chunk, options.top_q)

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from core.config import DrafterPoolConfig
 from core.types import ModelIdentity
-from drafter_service.drafters.base import Drafter, DrafterOptions, DraftJob, read_options
+from drafter_service.drafters.base import Draft, Drafter, DrafterOptions, DraftJob, read_options
 
 
 class NgramOptions(DrafterOptions):
@@ -93,21 +93,21 @@ class NgramDrafter(Drafter):
         """A millisecond or two of indexing, as it runs on the event loop."""
         return 1024
 
-    def draft(self, jobs: Sequence[DraftJob]) -> list[tuple[int, ...]]:
-        """See `Drafter.draft`. Sampling makes no difference: the guess has no distribution."""
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        """See `Drafter.draft`. Sampling makes no difference: the guess is deterministic."""
         return [self._draft(job) for job in jobs]
 
     def close(self, sequence: int) -> None:
         """Free a sequence's index."""
         self._indexes.pop(sequence, None)
 
-    def _draft(self, job: DraftJob) -> tuple[int, ...]:
+    def _draft(self, job: DraftJob) -> Draft:
         index = self._up_to_date(job)
         if job.num_draft_tokens == 0:
-            return ()
+            return Draft()
         n, end = index.find(self._options.min_ngram)
         if n == 0:
-            return ()
+            return Draft()
         limit = job.num_draft_tokens
         if n < self._options.max_ngram:
             limit = min(limit, n * self._options.draft_per_match)
@@ -115,7 +115,7 @@ class NgramDrafter(Drafter):
         continuation = index.token_ids[end : end + limit]
         for i in range(limit - len(continuation)):
             continuation.append(continuation[i])
-        return tuple(continuation)
+        return Draft(tuple(continuation))
 
     def _up_to_date(self, job: DraftJob) -> _Index:
         index = self._indexes.get(job.sequence)

@@ -1,0 +1,156 @@
+"""Which rows of a ragged batch are attended together, and over which keys.
+
+Rows are attended in groups of neighbouring slots, so that K and V are views of the cache:
+
+    tokens   a a a b c c | d d d d d ...          short rows grouped, a long row (prompt) alone
+    group 0  slots 2..5: K[2:6, :, :L]            queries padded to the longest row, and to a slot
+                                                  that has no row; what padding computes is dropped
+n slots of a group, q queries per slot, L keys. A token's cache *index* and its *position* are two
+things: position reaches the model only as position_ids; everything here is about indices. Knows
+nothing of K and V themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Rows of at most this many tokens share a group; longer ones fill a kernel by themselves.
+MAX_GROUPED_TOKENS = 32
+#: Keys read in vain that cost as much as one more group (measured: ~60 us per layer on a CPU).
+GROUP_COST_TOKENS = 1024
+#: What makes oneDNN add up a token's keys in one order, whatever the batch: as many keys as a
+#: multiple of KEY_STEP, hidden ones among them; the first at a multiple of WINDOW_STEP; weights and
+#: values multiplied in blocks that begin at multiples of KEY_BLOCK. See docs/engine.md.
+KEY_STEP = 64
+WINDOW_STEP = 512
+KEY_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`count` tokens of a row, at cache indices `start`, `start + 1`, ... of `slot`."""
+
+    slot: int
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """One behind the last cache index; also the number of keys the last token sees."""
+        return self.start + self.count
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is attended alone."""
+        return self.count > MAX_GROUPED_TOKENS
+
+    def blocks(self) -> "list[Segment]":
+        """Its tokens in segments that are not long."""
+        starts = range(self.start, self.stop, MAX_GROUPED_TOKENS)
+        return [Segment(self.slot, i, min(MAX_GROUPED_TOKENS, self.stop - i)) for i in starts]
+
+
+def group_segments(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Split segments, sorted by (is_long, slot), into groups that are cheapest to attend.
+
+    A group costs its slots times its longest row, gaps included, and GROUP_COST_TOKENS.
+    """
+
+    def cost(group: Sequence[Segment]) -> int:
+        return (group[-1].slot - group[0].slot + 1) * max(segment.stop for segment in group)
+
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        last = groups[-1] if groups else []
+        alone = not last or segment.is_long or last[-1].is_long
+        if alone or cost([*last, segment]) > cost(last) + cost([segment]) + GROUP_COST_TOKENS:
+            groups.append([segment])
+        else:
+            last.append(segment)
+    return groups
+
+
+class Group:
+    """Rows that are attended by one call per layer. `is_fixed`: with the same bits in any group."""
+
+    def __init__(self, segments: Sequence[Segment], first_token: int, is_fixed: bool) -> None:
+        self.is_fixed = is_fixed
+        self.tokens = slice(first_token, first_token + sum(s.count for s in segments))
+        self.slots = slice(segments[0].slot, segments[-1].slot + 1)
+        self.num_slots = self.slots.stop - self.slots.start
+        self.num_queries = max(segment.count for segment in segments)
+        self.num_keys = max(segment.stop for segment in segments)
+        self.min_index = min(segment.start for segment in segments)
+        self.is_dense = self.num_slots * self.num_queries == self.tokens.stop - first_token
+        self.needs_no_mask = self.num_queries == 1 and self.min_index == self.num_keys - 1
+        self._masks: dict[tuple[int | None, torch.device], Tensor] = {}
+        self._folded_masks: dict[tuple[object, ...], Tensor] = {}
+        self._layout(segments)
+
+    def _layout(self, segments: Sequence[Segment]) -> None:
+        """Index tensors, on the CPU. Padding repeats a row's last token; a slot without a row
+        (its queries are dropped) stands at the last key."""
+        gather: list[list[int]] = [[0] * self.num_queries for _ in range(self.num_slots)]
+        indices = [[self.num_keys - 1] * self.num_queries for _ in range(self.num_slots)]
+        keep: list[int] = []
+        offset = 0
+        for segment in segments:
+            lane = segment.slot - self.slots.start
+            order = [min(i, segment.count - 1) for i in range(self.num_queries)]
+            gather[lane] = [offset + i for i in order]
+            indices[lane] = [segment.start + i for i in order]
+            keep += range(lane * self.num_queries, lane * self.num_queries + segment.count)
+            offset += segment.count
+        self.indices = torch.tensor(indices)
+        self._index = {torch.device("cpu"): (torch.tensor(gather).flatten(), torch.tensor(keep))}
+
+    def gather(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`[n * q]` token of each padded query, `[T]` padded query of each token."""
+        if device not in self._index:
+            first, second = self._index[torch.device("cpu")]
+            self._index[device] = (first.to(device), second.to(device))
+        return self._index[device]
+
+    def keys(self, window: int | None) -> slice:
+        """The keys to read: those that any token sees; more if is_fixed, even beyond the cache."""
+        first = 0 if window is None else max(0, self.min_index - window + 1)
+        if not self.is_fixed:
+            return slice(first, self.num_keys)
+        return slice(first // WINDOW_STEP * WINDOW_STEP, -(-self.num_keys // KEY_STEP) * KEY_STEP)
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
+        """Additive fp32 mask `[n, 1, 1, q, L]`, made once per forward for all equal layers."""
+        if (window, device) not in self._masks:
+            indices = self.indices.to(device)[:, :, None]
+            span = self.keys(window)
+            keys = torch.arange(span.start, span.stop, device=device)
+            hidden = keys > indices
+            if window is not None:
+                hidden |= keys <= indices - window
+            mask = torch.zeros(hidden.shape, device=device)
+            self._masks[window, device] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window, device]
+
+    def folded_mask(self, window: int | None, repeats: int, like: Tensor) -> Tensor | None:
+        """The same in the type of `like` as `[n, 1, repeats * q, L]`; None if nothing is hidden."""
+        if self.needs_no_mask:
+            return None
+        key = (window, repeats, like.device, like.dtype)
+        if key not in self._folded_masks:
+            mask = self.mask(window, like.device)[:, 0].to(like.dtype)
+            self._folded_masks[key] = mask.repeat(1, repeats, 1, 1).flatten(1, 2)[:, None]
+        return self._folded_masks[key]
+
+
+def make_groups(segments: Sequence[Segment], is_fixed: bool) -> list[Group]:
+    """The groups of a batch; with `is_fixed`, long rows in blocks that need little memory."""
+    groups: list[Group] = []
+    first = 0
+    for members in group_segments(segments):
+        is_cut = is_fixed and members[0].is_long
+        for part in [[block] for block in members[0].blocks()] if is_cut else [members]:
+            groups.append(Group(part, first, is_fixed))
+            first = groups[-1].tokens.stop
+    return groups
