@@ -5,7 +5,7 @@ bits. The checkpoints are tiny but for what the sums' order depends on: an inter
 1024, more than a window's step of tokens, and in one test more than a block of keys.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -31,10 +31,9 @@ KINDS = {
     "mistral": WIDE,  # a window of 16 tokens
     "qwen3": WIDE,
     "gemma2": WIDE | {"intermediate_size": 512},  # soft caps, and a window in every other layer
-    "gpt2": {"n_embd": 128, "n_inner": 1536, "n_positions": 2048, "std": 0.1},
+    "gpt2": {"n_embd": 128, "n_inner": 1536, "max_position_embeddings": 2048, "std": 0.1},
 }
-#: Reads a text in parts of these many tokens (the last may be cut), all logits `[N, V]`.
-Read = Callable[[RaggedModel, int, Sequence[int], Sequence[int]], Tensor]
+Known = tuple[str, RaggedModel, list[int], Tensor]
 
 
 def text_of(seed: int, length: int = LENGTH) -> list[int]:
@@ -67,9 +66,7 @@ def read(model: RaggedModel, sequence: int, text: Sequence[int], parts: Sequence
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def known(
-    request: pytest.FixtureRequest, tiny: TinyFactory
-) -> tuple[str, RaggedModel, list[int], Tensor]:
+def known(request: pytest.FixtureRequest, tiny: TinyFactory) -> Known:
     """A family, its engine, a text, and its logits read token by token, alone."""
     model, text = load(request.param, tiny), text_of(1)
     model.open(0)
@@ -77,9 +74,6 @@ def known(
     model.truncate(0, 0)
     model.close(0)
     return request.param, model, text, logits
-
-
-Known = tuple[str, RaggedModel, list[int], Tensor]
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from core.constraints import ConstraintCompiler
 from torch import Tensor
 
+from core.constraints import ConstraintCompiler
 from core.errors import ForerunError, InvalidRequestError
 from core.kv_cache import NoSlotError
 from core.model import RaggedModel, Row
