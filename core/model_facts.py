@@ -5,6 +5,7 @@ nothing of tensors. `core.model` asks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from core.attention import AttentionOptions
@@ -83,15 +84,30 @@ def eos_token_ids(text: Any, generation: Any) -> tuple[int, ...]:
 
 
 def default_sampling(generation: Any) -> SamplingParams:
-    """Sampling as the checkpoint's authors stored it; greedy unless they say `do_sample`."""
-    if generation is None or not generation.do_sample:
+    """Sampling as the checkpoint's authors stored it; greedy unless they say `do_sample`.
+
+    Penalties hold for greedy text too, as in transformers.
+    """
+    if generation is None:
         return SamplingParams()
-    temperature = 1.0 if generation.temperature is None else float(generation.temperature)
-    if temperature == 0.0:
-        return SamplingParams()
-    return SamplingParams(
+
+    def stored(name: str, neutral: float) -> float:
+        value = getattr(generation, name, None)
+        return neutral if value is None else float(value)
+
+    penalties = SamplingParams(
+        repetition_penalty=stored("repetition_penalty", 1.0),
+        no_repeat_ngram_size=int(stored("no_repeat_ngram_size", 0)),
+    )
+    temperature = stored("temperature", 1.0)
+    if not generation.do_sample or temperature == 0.0:
+        return penalties
+    return replace(
+        penalties,
         temperature=temperature,
-        top_k=int(generation.top_k or 0),
-        top_p=1.0 if generation.top_p is None else float(generation.top_p),
+        top_k=int(stored("top_k", 0)),
+        top_p=stored("top_p", 1.0),
+        min_p=stored("min_p", 0.0),
+        typical_p=stored("typical_p", 1.0),
         rule=Rule.COUPLED,
     )

@@ -33,6 +33,7 @@ _MIN_TEMPERATURE = 1e-30
 """Below it only exact ties are left to chance anyway, and the quotient would overflow fp32."""
 
 _SAFETY = 0.9
+_BLOCK = 256
 
 _SLACK = 1e-6
 """Above what fp32 can round a mass by."""
@@ -84,7 +85,7 @@ def draw(
     greedy = [i for i, p in enumerate(params) if _is_greedy(p)]
     if greedy:
         rows = _row_index(greedy, logits)
-        best, tokens = logits[rows].max(dim=-1)
+        best, tokens = _argmax(logits[rows])
         ids[rows] = tokens.where(best.isfinite(), NO_TOKEN)
     sampled = [i for i, p in enumerate(params) if not _is_greedy(p)]
     if sampled:
@@ -93,6 +94,27 @@ def draw(
         keys = row_keys([p.seed for p in chosen], [positions[i] for i in sampled], logits.device)
         ids[rows] = _sample(logits[rows], chosen, keys)
     return ids
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Greatest value and its lowest id, per row `[n, V]`. NaN counts as the greatest.
+
+    In two steps, the best block and the best in it: on CPUs torch finds a maximum at the speed of
+    memory, but where it is ten times more slowly.
+    """
+    whole = logits.shape[1] // _BLOCK * _BLOCK
+    if logits.device.type != "cpu" or not whole:
+        best, tokens = logits.max(dim=-1)
+        return best, tokens
+    blocks = logits[:, :whole].view(len(logits), -1, _BLOCK)
+    block = blocks.amax(dim=-1).argmax(dim=-1)
+    best, inside = blocks[torch.arange(len(logits)), block].max(dim=-1)
+    tokens = block * _BLOCK + inside
+    if whole < logits.shape[1]:
+        rest, position = logits[:, whole:].max(dim=-1)
+        is_rest = (rest > best) | (rest.isnan() & ~best.isnan())
+        best, tokens = rest.where(is_rest, best), (position + whole).where(is_rest, tokens)
+    return best, tokens
 
 
 def _sample(logits: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> Tensor:

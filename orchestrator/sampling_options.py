@@ -21,7 +21,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 64
-MAX_CONSTRAINT_BYTES = 64 * 1024
+MAX_CONSTRAINT_BYTES = 32 * 1024
 
 #: Field of SamplingOptions and SamplingParams: the values it may have (NaN is none), in words.
 _RANGES: Final[Mapping[str, tuple[Callable[[float], bool], str]]] = {

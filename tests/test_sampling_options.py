@@ -124,7 +124,7 @@ REFUSED = [
     ),
     (f"speculation {{ {ENSEMBLE} }}", "speculation.drafter", "pool 'ngram' of kind 'ngram'"),
     ('constraint { source: "a" }', "constraint.kind", "CONSTRAINT_KIND_JSON_SCHEMA, .*_GRAMMAR$"),
-    ("constraint { kind: CONSTRAINT_KIND_REGEX }", "constraint.source", "1 to 65536 bytes, not 0"),
+    ("constraint { kind: CONSTRAINT_KIND_REGEX }", "constraint.source", "1 to 32768 bytes, not 0"),
     (
         f'constraint {{ kind: CONSTRAINT_KIND_REGEX source: "{"é" * 32769}" }}',
         "constraint.source",
