@@ -149,7 +149,8 @@ async def test_drafter_with_another_tokenizer_fails_at_start(
 
 
 async def test_context_overflow_falls_back_alone(target: Path, tiny: TinyFactory) -> None:
-    """A prompt beyond the drafter's context costs that request its drafts, and nobody else."""
+    """A prompt beyond the drafter's context costs that request its drafts, and nobody else
+    (vllm#24662, vllm#57941)."""
     config = pool("short", "draft_model", target, k=3)
     assert config.model is not None
     short = config.model.model_copy(update={"max_length": 32})
@@ -163,3 +164,21 @@ async def test_context_overflow_falls_back_alone(target: Path, tiny: TinyFactory
         assert brief[0] == greedy_reference(target, (1, 2, 3), 12)
         assert long[2].stats.fallback_steps["too_long"] > 0
         assert brief[2].stats.num_accepted_draft_tokens > 0
+
+
+async def test_cancelled_prefix_sharer_leaves_the_others_alone(target: Path) -> None:
+    """Freeing a prefix that somebody else uses corrupts the bystander (sglang#23392)."""
+    shared = tuple(range(7, 67))
+    async with serving(target, [pool("ngram", "ngram")]) as stack:
+        await stack.run(make_request((*shared, 1), 4, request_id="first"))
+        victim = stack.stream(make_request((*shared, 2), 60, request_id="victim"))
+        await anext(victim)
+        bystander = asyncio.create_task(
+            stack.run(make_request((*shared, 3), 40, request_id="bystander"))
+        )
+        await anext(victim)
+        await victim.aclose()
+        later = await stack.run(make_request((*shared, 4), 40, request_id="later"))
+        for last, (ids, _, finished) in ((3, await bystander), (4, later)):
+            assert ids == greedy_reference(target, (*shared, last), 40)
+            assert finished.cached_prompt_tokens > 0

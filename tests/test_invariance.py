@@ -31,7 +31,7 @@ KINDS = {
     "mistral": WIDE,  # a window of 16 tokens
     "qwen3": WIDE,
     "gemma2": WIDE | {"intermediate_size": 512},  # soft caps, and a window in every other layer
-    "gpt2": {"n_embd": 128, "n_inner": 1024, "max_position_embeddings": 2048, "std": 0.1},
+    "gpt2": {"hidden_size": 128, "n_inner": 1024, "max_position_embeddings": 2048, "std": 0.1},
 }
 Known = tuple[str, RaggedModel, list[int], Tensor]
 

@@ -62,6 +62,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
         2.0,
         0,
     ),
+    "repetition_bias": (
+        {"repetition_penalty": 0.8, "logit_bias": ((11, 3.0),)},
+        {"repetition_penalty": 0.8, "sequence_bias": {(11,): 3.0}},
+        0,
+        0,
+    ),
+    "presence_frequency": ({"presence_penalty": 0.7, "frequency_penalty": 0.4}, {}, 0.7, 0.4),
+    "no_repeat_penalties": (
+        {"no_repeat_ngram_size": 2, "presence_penalty": -1.0, "repetition_penalty": 1.1},
+        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.1},
+        -1.0,
+        0,
+    ),
+    "frequency_down": ({"frequency_penalty": -0.5}, {}, 0, -0.5),
     "plain": ({}, {}, 0, 0),
 }
 
