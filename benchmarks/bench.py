@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from rich.console import Console  # noqa: E402 - the path comes first
 
-from benchmarks import engine_rows, overhead_rows, serving_rows  # noqa: E402
+from benchmarks import engine_rows, overhead_rows, parameter_rows, serving_rows  # noqa: E402
 from benchmarks.context import QUICK, Bench, Scale  # noqa: E402
 from benchmarks.processes import BenchError  # noqa: E402
 from benchmarks.registry import Outcome, Row  # noqa: E402
@@ -30,7 +30,12 @@ from benchmarks.report import machine, print_table, write_json  # noqa: E402
 from core.config import Config, load_config  # noqa: E402
 from core.errors import ForerunError  # noqa: E402
 
-ROWS = (*engine_rows.ROWS, *serving_rows.ROWS, *overhead_rows.ROWS)
+ROWS = (
+    *engine_rows.ROWS,
+    *serving_rows.ROWS,
+    *overhead_rows.ROWS,
+    *parameter_rows.ROWS,
+)
 
 
 def select(pattern: str) -> list[Row]:

@@ -59,7 +59,8 @@ class Bench:
     # ------------------------------------------------------------ the parts
 
     async def stack(self, is_adaptive: bool = True) -> Stack:
-        """Our services. Without `is_adaptive` only prompt lookup, each draft verified whole."""
+        """Our services. Without `is_adaptive` each draft is verified whole; a small model's has
+        four tokens then."""
         if is_adaptive not in self._stacks:
             self._say("starting verifier, drafters and orchestrator")
             config = self.config if is_adaptive else _with_whole_drafts(self.config)
@@ -77,6 +78,10 @@ class Bench:
     async def engine(self) -> Process:
         """Our engine beside the stock forward; see `benchmarks.engine_process`."""
         return await self._process("engine_process", config=self.config.target.model_dump())
+
+    async def verifying(self) -> Process:
+        """The verifier's engine without its wire; see `benchmarks.verify_process`."""
+        return await self._process("verify_process", config=self.config.target.model_dump())
 
     async def _process(self, name: str, **arguments: Any) -> Process:
         if name not in self._processes:
@@ -148,8 +153,9 @@ def _with_local_models(config: Config) -> Config:
 
 
 def _with_whole_drafts(config: Config) -> Config:
-    settings = config.orchestrator.model_copy(
-        update={"adaptive_draft_length": False, "default_pool": ""}
-    )
-    pools = [pool for pool in config.drafter_pools if pool.kind == "ngram"]
+    settings = config.orchestrator.model_copy(update={"adaptive_draft_length": False})
+    pools = [
+        pool.model_copy(update={"max_draft_tokens": 4}) if pool.kind == "draft_model" else pool
+        for pool in config.drafter_pools
+    ]
     return config.model_copy(update={"drafter_pools": pools, "orchestrator": settings})

@@ -3,7 +3,7 @@
 CHAT is open talk, where prompt lookup finds what the text itself repeats. GROUNDED are summaries,
 edits and extractions whose answers say again what the prompt says (also with a model as small as
 the embedded one, which does not copy everything that it is told to). MIXED takes half of each, in
-turns. A list is eight tasks long: one batch.
+turns. These lists are eight tasks long: one batch. EXTRACTIONS ask for JSON.
 """
 
 from typing import Final
@@ -88,3 +88,15 @@ GROUNDED: Final = (
 )
 
 MIXED: Final = tuple(task for pair in zip(CHAT[:4], GROUNDED[:4], strict=True) for task in pair)
+
+_FIELDS = "a JSON array of objects with the fields name, text, number and kind"
+
+EXTRACTIONS: Final = tuple(
+    f"{text}\n\nWrite {what} from the text above as {_FIELDS}."
+    for text, what in (
+        (_HARBOUR, "all ships, buildings and goods"),
+        (_BEES, "all animals and places"),
+        (_MINUTES, "all people and what they will do"),
+        (_CATALOGUE, "all bicycles"),
+    )
+)

@@ -108,6 +108,13 @@ class Stack:
             speculation=generation_pb2.SpeculationOptions(enabled=bool(drafter), drafter=drafter),
             output=generation_pb2.OutputOptions(return_token_ids=ids),
         )
+        generation = await self.call(request)
+        if generation.finished.usage.completion_tokens != max_new_tokens:
+            raise BenchError(f"not {max_new_tokens} new tokens but: {generation.finished}")
+        return generation
+
+    async def call(self, request: generation_pb2.GenerateRequest) -> Generation:
+        """Any request for one sample. Raises BenchError."""
         blocks: list[Block] = []
         finished = None
         try:
@@ -117,8 +124,8 @@ class Stack:
                     finished = response.finished
         except grpc.aio.AioRpcError as error:
             raise BenchError(f"Generate: {error.code().name}: {error.details()}") from error
-        if finished is None or finished.usage.completion_tokens != max_new_tokens:
-            raise BenchError(f"not {max_new_tokens} new tokens but: {finished}")
+        if finished is None:
+            raise BenchError(f"the answer ended after {len(blocks)} blocks, unfinished")
         return Generation(tuple(blocks), finished)
 
     async def generate_all(

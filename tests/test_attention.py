@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import core.attention
 import core.grouping
-from core.grouping import Segment, group_segments
+from core.grouping import Segment, group_segments, make_groups
 from core.model import Row
 from tests.test_families import TOLERANCE, load, truth
 from tests.tiny_models import TinyFactory, load_reference
@@ -38,6 +39,18 @@ def test_prompts_are_attended_alone() -> None:
     assert slots(group_segments(rows)) == [[1, 3], [0], [2]]
 
 
+def test_fixed_groups_read_keys_in_whole_steps() -> None:
+    """Breaks when the number of keys or the first one, and with them the order of a sum, follow
+    the batch; or when a long row is not cut into blocks that see only what they need."""
+    group, *blocks = make_groups([Segment(0, 900, 1), Segment(1, 630, 70)], is_fixed=True)
+    assert group.keys(None) == slice(0, 960)
+    assert group.keys(300) == slice(512, 960)
+    assert [block.tokens for block in blocks] == [slice(1, 33), slice(33, 65), slice(65, 71)]
+    assert [block.keys(16) for block in blocks] == [slice(512, 704)] * 3
+    exact = make_groups([Segment(0, 900, 1)], is_fixed=False)[0]
+    assert exact.keys(300) == slice(601, 901)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("cost", [0, 1 << 40])
 def test_grouping_does_not_change_logits(
@@ -67,19 +80,23 @@ def test_grouping_does_not_change_logits(
 def test_bf16_by_hand_is_as_good_as_fused(
     kind: str, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Breaks when the products that replace torch's fused attention for bf16 decoding are wrong:
-    both ways must be equally near to fp32."""
+    """Breaks when the products that replace torch's fused attention for bf16 are wrong: both ways
+    must be equally near to fp32, in a prompt, a draft and a single token."""
     expected = truth(load_reference(tiny(kind)))
     text = [(7 * i + 5 * i * i) % 256 for i in range(60)]
     errors = []
-    for min_keys in (0, 1 << 40):
-        monkeypatch.setattr(core.attention, "MIN_HAND_KEYS", min_keys)
+    for is_fixed in (True, False):
+        monkeypatch.setattr(
+            core.attention, "make_groups", lambda s, _, f=is_fixed: make_groups(s, f)
+        )
         model = load(tiny(kind), dtype="bfloat16")
         for sequence, length in ((0, 40), (1, 30)):
             model.open(sequence)
             model.forward([Row(sequence, 0, text[:length], 0)])
-        got = model.forward([Row(0, 40, text[40:45], 5), Row(1, 30, text[30:31], 1)])
-        wanted = torch.cat([expected(text[:45], 5), expected(text[:31], 1)])
+        model.open(2)
+        rows = [Row(0, 40, text[40:45], 5), Row(1, 30, text[30:31], 1), Row(2, 0, text, 60)]
+        got = model.forward(rows)
+        wanted = torch.cat([expected(text[:45], 5), expected(text[:31], 1), expected(text, 60)])
         errors.append((got - wanted).abs().mean().item())
     assert errors[0] < 0.1
     assert errors[0] < 1.5 * errors[1]

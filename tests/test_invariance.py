@@ -145,6 +145,22 @@ def test_after_a_rollback_nothing_shows(engine: RaggedModel, known: Known) -> No
         assert torch.equal(engine.forward([Row(0, start, row, 9)])[:4], expected[start : start + 4])
 
 
+def test_the_first_tokens_of_many_texts(engine: RaggedModel, known: Known) -> None:
+    """Breaks when few keys are summed by other kernels than many: each text alone, token by token,
+    and then all of them at once."""
+    texts = [text_of(seed, 24) for seed in range(10, 20)]
+    expected = []
+    for text in texts:
+        engine.open(0)
+        expected.append(read(engine, 0, text, [1]))
+        engine.truncate(0, 0)
+        engine.close(0)
+    for sequence in range(10):
+        engine.open(sequence)
+    got = engine.forward([Row(i, 0, text, 24) for i, text in enumerate(texts)])
+    assert torch.equal(got, torch.cat(expected))
+
+
 def test_another_engine_says_the_same(known: Known, tiny: TinyFactory) -> None:
     """Breaks when a verifier that takes a stream over reads generated text with other bits."""
     kind, _, text, expected = known

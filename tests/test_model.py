@@ -168,7 +168,8 @@ def test_a_gguf_file_loads(
 
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_next"])
 def test_models_that_cannot_roll_back_are_refused(kind: str, tiny: TinyFactory) -> None:
-    """Breaks when a recurrent model is served: a rejected draft would corrupt its text. (transformers#49036)"""
+    """Breaks when a recurrent model is served: a rejected draft would corrupt its text
+    (transformers#49036)."""
     with pytest.raises(ModelError, match=f"{kind} has linear_attention layers"):
         load(tiny(kind))
 

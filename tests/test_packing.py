@@ -50,6 +50,23 @@ def test_layers_that_share_an_input_are_one_product_bit_for_bit(rows: int) -> No
         assert torch.equal(model[2](inputs[0]), expected[0][2])
 
 
+@pytest.mark.parametrize("size", [576, 1024, 1025, 1536, 4096])
+def test_a_row_has_the_same_product_in_any_number_of_rows(size: int) -> None:
+    """Breaks when oneDNN sums the values of a single row in another order than those of several:
+    a token's logits would then depend on whether others are computed with it."""
+    generator = torch.Generator().manual_seed(size)
+    linear = nn.Linear(size, 960, bias=False, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        linear.weight.copy_(torch.randn(960, size, generator=generator))
+        x = torch.randn(1, 128, size, generator=generator).bfloat16()
+        packed = PackedLinear(linear)
+        every = packed(x)
+        assert every.shape == (1, 128, 960)
+        for rows in (1, 2, 3, 7, 8, 33):
+            parts = torch.cat([packed(part) for part in x.split(rows, dim=1)], dim=1)
+            assert torch.equal(parts, every)
+
+
 def test_only_plain_bf16_linears_are_packed() -> None:
     """Breaks when a subclass (quantised layers are) or an fp32 layer is replaced."""
 

@@ -15,10 +15,8 @@ What a rule then does is fixed by numbers that no chance enters, its `Odds`:
     p/q is at d_i; s_0 = 1, s_i+1 = min(1, s_i p/q); S is the mass of the positive part of
     s_i+1 p_i+1 - q_i+1. Under ENSEMBLE, h is 0 for tokens that the target forbids.
 
-TOKEN_REJECTION is algorithm 1 of Leviathan et al. (arXiv 2211.17192), REJECTION the block
-verification of Sun et al. (arXiv 2403.10444, algorithm 2), ENSEMBLE the static ensemble
-verification of arXiv 2604.07622. Knows nothing of logits, noise or sequences. q is sparse, and p is
-only asked where q is.
+From arXiv 2211.17192 (algorithm 1), 2403.10444 (block verification, algorithm 2) and 2604.07622
+(static ensemble). Knows nothing of logits, noise or sequences. q is sparse; p is asked where q is.
 """
 
 from collections.abc import Sequence
