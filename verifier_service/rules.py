@@ -1,7 +1,5 @@
 """The rules of verification: logits and drafts in, verdicts out. Exactness lives here.
 
-Vocabulary, the same everywhere:
-
     p   the target's distribution at a position, after every processor, temperature and truncation
     q   the drafter's
     k   draft length: a block of k drafted tokens has k + 1 rows of logits
