@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.context import Bench
-from benchmarks.prompts import CHAT, EXTRACTIONS, GROUNDED
+from benchmarks.processes import BenchError
+from benchmarks.prompts import EXTRACTIONS, GROUNDED, MIXED
 from benchmarks.registry import Measurement, Row, row
 from protos import common_pb2 as common
 from protos import generation_pb2 as pb
@@ -130,12 +131,14 @@ def _rule_row(name: str, rule: common.Rule, temperature: float) -> Row:
     """Share of draft tokens that a rule accepts, against TOKEN_REJECTION's."""
 
     async def measure(bench: Bench) -> Measurement:
-        prompts = bench.fresh(CHAT + GROUNDED)
+        prompts = bench.fresh(MIXED)
         ours = await _stats(bench, _sampled(bench, prompts, rule, temperature))
         peer = await _stats(
             bench, _sampled(bench, prompts, common.RULE_TOKEN_REJECTION, temperature)
         )
         notes = [_told(name, ours), _told("token_rejection", peer)]
+        if not peer.num_accepted_draft_tokens:
+            raise BenchError("; ".join(notes))
         if ours.num_tokens_without_distributions:
             notes.append(f"{ours.num_tokens_without_distributions} tokens by the target alone")
         return Measurement([_rate(ours)], [_rate(peer)], notes)

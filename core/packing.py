@@ -3,8 +3,9 @@
 Plain `torch.nn.Linear` re-lays a bf16 weight at every call, which costs more than the product
 itself for the few rows of a decode step. Layers that are given the same input one after the other
 (query, key and value; gate and up) become one product, since a long read is faster than several
-short ones. Both give the same bits as the plain product. fp32 is left alone: there oneDNN and the
-plain product differ in the last bits, and little is gained. Knows nothing of models beyond their
+short ones. Both give the bits of the plain product, and a row's do not depend on how many rows
+there are. fp32 is left alone: there oneDNN and the plain product differ in the last bits, and
+little is gained. Knows nothing of models beyond their
 modules: which layers share an input is seen in a forward, not read off their names.
 """
 

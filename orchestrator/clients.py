@@ -87,10 +87,10 @@ class ReplicaClient(ABC, Generic[Info, Outgoing, Incoming]):
 
     async def stop(self) -> None:
         """End the stream and stop reconnecting; `on_lost` is not called."""
-        if self._task is not None:
+        # More than once: grpc loses a cancellation that meets an answer just arriving.
+        while self._task is not None and not self._task.done():
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=1.0)
 
     def send(self, message: Outgoing) -> None:
         """Queue a message for the current stream."""
@@ -122,6 +122,9 @@ class ReplicaClient(ABC, Generic[Info, Outgoing, Incoming]):
                 health, reason = Health.LOST, self._drop_reason or error.details() or "no details"
             except ForerunError as error:
                 health, reason = Health.LOST, str(error)
+            except Exception as error:  # the boundary to a peer: whatever it is, connect again
+                log.exception("client failed", replica=self.spec.replica_id)
+                health, reason = Health.LOST, self._drop_reason or repr(error)
             self._call, self._drop_reason = None, ""
             if was_ready or health is Health.REFUSED:
                 log.warning("replica lost", replica=self.spec.replica_id, reason=reason)

@@ -2,17 +2,20 @@
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 
 import pytest
 
 from core.config import ModelConfig, VerifierConfig
 from core.errors import HandshakeError, OverloadedError
+from core.types import VerifyBatch, VerifyResult
 from drafter_service.server import serve_drafter
 from orchestrator.requests import Health
 from tests.harness import MODEL, Stack, pool, serving
 from tests.policy import make_request
 from tests.tiny_models import TinyFactory, greedy_reference
+from verifier_service.engine import VerifierEngine
 from verifier_service.server import serve_verifier
 
 
@@ -182,3 +185,25 @@ async def test_cancelled_prefix_sharer_leaves_the_others_alone(target: Path) -> 
         for last, (ids, _, finished) in ((3, await bystander), (4, later)):
             assert ids == greedy_reference(target, (*shared, last), 40)
             assert finished.cached_prompt_tokens > 0
+
+
+async def test_silent_verifier_is_given_up_and_found_again(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that neither answers nor dies must not hold its streams for ever."""
+    silence = threading.Event()
+    verify = VerifierEngine.verify
+
+    def late(self: VerifierEngine, stream: int, batch: VerifyBatch) -> VerifyResult:
+        silence.wait(60)
+        return verify(self, stream, batch)
+
+    async with serving(target, verify_timeout_s=0.2) as stack:
+        monkeypatch.setattr(VerifierEngine, "verify", late)
+        task = asyncio.create_task(stack.run(make_request((1, 2, 3), 20)))
+        while stack.engine.status().verifiers[0].num_losses == 0:
+            await stack.engine._changed.wait()
+            stack.engine._changed.clear()
+        silence.set()
+        ids, _, _ = await task
+        assert ids == greedy_reference(target, (1, 2, 3), 20)

@@ -72,14 +72,35 @@ def _verifier(status: ClusterStatus) -> ReplicaStatus:
     return status.verifiers[0]
 
 
-def _kill_listener(address: str) -> None:
-    """kill -9 the process that listens there."""
+def _listener(address: str) -> psutil.Process:
+    """The process that listens there."""
     port = int(address.rpartition(":")[2])
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-            psutil.Process(connection.pid).kill()
-            return
+            return psutil.Process(connection.pid)
     raise AssertionError(f"nobody listens at {address}")
+
+
+async def _start_streams(
+    engine: Engine, target: Path, name: str
+) -> list["asyncio.Task[list[int]]"]:
+    """Start NUM_STREAMS requests; returns once each has begun to stream."""
+    tokenizer = Tokenizer.load(str(target))
+    begun = asyncio.Semaphore(0)
+
+    async def run(index: int) -> list[int]:
+        request = make_request((index + 1, 7, 9), LENGTH, request_id=f"{name}{index}")
+        ids: list[int] = []
+        async for block in engine.generate(request, Detokenizer(tokenizer)):
+            if not ids:
+                begun.release()
+            ids.extend(block.token_ids)
+        return ids
+
+    tasks = [asyncio.create_task(run(index)) for index in range(NUM_STREAMS)]
+    for _ in tasks:
+        await begun.acquire()
+    return tasks
 
 
 @pytest.mark.parametrize("victim", [_drafter, _verifier])
@@ -87,24 +108,22 @@ async def test_killed_process_changes_no_stream(  # type: ignore[no-untyped-def]
     engine: Engine, target: Path, victim
 ) -> None:
     """Every stream ends with the tokens it would have had; the killed service comes back."""
-    tokenizer = Tokenizer.load(str(target))
-    running = asyncio.Semaphore(0)
-
-    async def run(index: int) -> list[int]:
-        request = make_request((index + 1, 7, 9), LENGTH, request_id=f"{victim.__name__}{index}")
-        ids: list[int] = []
-        async for block in engine.generate(request, Detokenizer(tokenizer)):
-            if not ids:
-                running.release()
-            ids.extend(block.token_ids)
-        return ids
-
-    tasks = [asyncio.create_task(run(index)) for index in range(NUM_STREAMS)]
-    for _ in tasks:
-        await running.acquire()
-    _kill_listener(victim(engine.status()).address)
+    tasks = await _start_streams(engine, target, victim.__name__)
+    _listener(victim(engine.status()).address).kill()
     for index, task in enumerate(tasks):
         assert await task == greedy_reference(target, (index + 1, 7, 9), LENGTH)
     while victim(engine.status()).health is not Health.READY:
         await asyncio.sleep(0.05)
     assert victim(engine.status()).num_losses == 1
+
+
+async def test_frozen_drafter_is_not_waited_for(engine: Engine, target: Path) -> None:
+    """A drafter that neither answers nor dies must not hold its streams up for ever."""
+    tasks = await _start_streams(engine, target, "frozen")
+    frozen = _listener(_drafter(engine.status()).address)
+    frozen.suspend()
+    try:
+        for index, task in enumerate(tasks):
+            assert await task == greedy_reference(target, (index + 1, 7, 9), LENGTH)
+    finally:
+        frozen.resume()
