@@ -23,8 +23,8 @@ TINY = {"dtype": "float32", "device_map": "cpu", "max_sequences": 8, "max_length
 
 
 @pytest.fixture
-def config(tiny_llama: Path, tiny_drafter: Path) -> Config:
-    """Both kinds of pool around tiny models."""
+def config(tiny_llama: Path) -> Config:
+    """Both kinds of pool; the small model is the target itself, so that drafts are accepted."""
     return parse_config(
         {
             "target": {"model": str(tiny_llama), **TINY, "max_batch_tokens": 64},
@@ -34,7 +34,7 @@ def config(tiny_llama: Path, tiny_drafter: Path) -> Config:
                     "name": "small",
                     "kind": "draft_model",
                     "max_draft_tokens": 2,
-                    "model": {"model": str(tiny_drafter), **TINY},
+                    "model": {"model": str(tiny_llama), **TINY},
                 },
             ],
         }

@@ -25,7 +25,7 @@ from tests.policy import make_request
 from tests.tiny_models import EOS, TinyFactory
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
-#: Two seeds of white space in a row are not interesting, and cost tokens.
+#: White space between tokens is allowed in one of the schemas; it only makes the others long.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 ADDRESS: dict[str, Any] = {
     "type": "object",
@@ -69,7 +69,7 @@ PATTERNS = {
     "date": r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9] [A-Zäöü]{2,4}",
     "code": r"(ab|[c-f]{3}){2,5}!?",
 }
-#: A grammar, and what its texts match; parentheses are as deep as the grammar's names.
+#: A grammar, and a pattern for the same texts.
 SUM = 'start: a ("+" a){1,3}\na: n | "(" n "+" n ")"\nn: /[0-9]{1,2}/'
 SUM_PATTERN = r"(\d{1,2}|\(\d{1,2}\+\d{1,2}\))(\+(\d{1,2}|\(\d{1,2}\+\d{1,2}\))){1,3}"
 
