@@ -124,7 +124,9 @@ def _sample(logits: Tensor, params: Sequence[SamplingParams], keys: Tensor) -> T
     ids = torch.empty_like(keys)
     for start in range(0, len(params), _GROUP):
         part = slice(start, start + _GROUP)
-        scores = _scale(logits[part], params[part])
+        scores = logits[part]
+        if any(p.temperature != 1.0 for p in params[part]):
+            scores = _scale(scores, params[part])
         candidates = _candidates(scores, params[part], keys[part])
         tokens = argmax_among(scores, keys[part], *candidates)
         ids[part] = tokens.where(scores.amax(dim=-1).isfinite(), NO_TOKEN)
