@@ -98,10 +98,10 @@ class Controller:
             return lengths
         gains = sorted(
             (
-                (acceptance.chance(j), -j, row)
+                (chance, -j, row)
                 for row, (acceptance, length) in enumerate(drafts)
                 for j in range(1, length + 1)
-                if acceptance.chance(j) >= _MIN_CHANCE
+                if (chance := acceptance.chance(j)) >= _MIN_CHANCE
             ),
             reverse=True,
         )

@@ -95,13 +95,13 @@ class Sequence:
 
     # ------------------------------------------------------------ verifier
 
-    def assign_verifier(self, replica_id: str) -> None:
+    def assign_verifier(self, replica_id: str | None) -> None:
         """Give the sequence a slot; the next row re-sends everything."""
         self.verifier, self.is_open, self.verified, self.row = replica_id, False, 0, None
 
     def forget_verifier(self) -> None:
         """The verifier is gone, and with it the row in flight."""
-        self.verifier, self.is_open, self.verified, self.row = None, False, 0, None
+        self.assign_verifier(None)
 
     def open(self) -> VerifyOpen:
         """The message that leases the slot."""

@@ -8,6 +8,7 @@ own, before any processor. Knows nothing of caches, forwards, streams or message
     logits [sum(k + 1), V], a block of k + 1 rows per drawing row, position by position
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,22 +80,21 @@ def decide(
 
     logits: fp32 `[sum num_rows, V]`, changed in place; ids from `num_valid` on are padding.
     """
-    firsts = [0]
-    for draw in draws:
-        firsts.append(firsts[-1] + draw.num_rows)
+    firsts = itertools.accumulate((draw.num_rows for draw in draws), initial=0)
+    placed = list(zip(firsts, draws, strict=False))  # the last sum is the end of them all
     reported = {
         index: logits[first : first + draw.num_rows, :num_valid].log_softmax(dim=-1)
-        for index, (draw, first) in enumerate(zip(draws, firsts, strict=False))
+        for index, (first, draw) in enumerate(placed)
         if draw.drawer.logprobs is not None
     }
     histories = [
         HistoryRow(draw.drawer.history, first, draw.draft_token_ids)
-        for draw, first in zip(draws, firsts, strict=False)
+        for first, draw in placed
         if draw.drawer.history is not None
     ]
     if histories:
         apply_history(logits, histories)
-    broken = _constrain(logits, draws, firsts)
+    broken = _constrain(logits, placed)
     blocks = [
         Block(draw.drawer.params, draw.position, draw.draft_token_ids, draw.distributions)
         for draw in draws
@@ -112,10 +112,10 @@ def decide(
     return results
 
 
-def _constrain(logits: Tensor, draws: Sequence[Draw], firsts: Sequence[int]) -> dict[int, str]:
+def _constrain(logits: Tensor, placed: Sequence[tuple[int, Draw]]) -> dict[int, str]:
     """Mask what the constraints forbid; returns what is wrong, by the number of the draw."""
     masks, broken = [], {}
-    for index, (draw, first) in enumerate(zip(draws, firsts, strict=False)):
+    for index, (first, draw) in enumerate(placed):
         if draw.drawer.constraint is not None:
             generated = draw.prefix[draw.drawer.params.num_prompt_tokens :]
             try:
