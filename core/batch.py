@@ -41,6 +41,16 @@ class BatchLayout:
     positions: list[int]
     segments: list[Segment]
     logit_indices: list[int]
+    spans: dict[int, "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a row's tokens are: among the batch's, and in the cache at `indices` of `slot`."""
+
+    tokens: slice
+    slot: int
+    indices: slice
 
 
 def check_rows(rows: Sequence[Row], cache: SlotCache, limits: BatchLimits) -> None:
@@ -84,13 +94,17 @@ def lay_out(rows: Sequence[Row], slots: Sequence[int]) -> BatchLayout:
     token_ids: list[int] = []
     positions: list[int] = []
     ends = [0] * len(rows)
+    spans: dict[int, Span] = {}
     for i in order:
         token_ids += rows[i].token_ids
         positions += range(segments[i].start, segments[i].stop)
         ends[i] = len(token_ids)
+        segment, tokens = segments[i], slice(ends[i] - len(rows[i].token_ids), ends[i])
+        indices = slice(segment.start, segment.stop)
+        spans[rows[i].sequence] = Span(tokens, segment.slot, indices)
     logit_indices = [
         index
         for end, row in zip(ends, rows, strict=True)
         for index in range(end - row.num_logits, end)
     ]
-    return BatchLayout(token_ids, positions, [segments[i] for i in order], logit_indices)
+    return BatchLayout(token_ids, positions, [segments[i] for i in order], logit_indices, spans)

@@ -58,10 +58,14 @@ class VerifierConfig(_Section):
 
 
 class DrafterPoolConfig(_Section):
-    """A pool of equal drafters. `model` is needed by kinds that have one; `options` by kind."""
+    """A pool of equal drafters. `model` is needed by kinds that have one; `options` by kind.
+
+    An `attached` drafter lives in every verifier's process, beside the target.
+    """
 
     name: str = Field(min_length=1, pattern=r"^[a-z0-9][a-z0-9_-]*$")
     kind: str = Field(min_length=1)
+    attached: bool = False
     replicas: int = Field(1, ge=0)
     max_draft_tokens: int = Field(4, ge=1, le=64)
     host: str = "127.0.0.1"
@@ -86,6 +90,7 @@ class OrchestratorConfig(_Section):
     verify_timeout_s: float = Field(60.0, gt=0)
     drain_timeout_s: float = Field(30.0, ge=0)
     default_pool: str = ""
+    fallback_pool: str = ""
     auth_token_file: str = ""
     verifier_addresses: list[str] = []
 
@@ -116,7 +121,26 @@ class Config(_Section):
         default = self.orchestrator.default_pool
         if default and default not in names:
             raise ValueError(f"orchestrator.default_pool: no pool {default!r}; there are {names}")
+        attached = [pool.name for pool in self.drafter_pools if pool.attached]
+        fallback = self.orchestrator.fallback_pool
+        if fallback and fallback not in attached:
+            raise ValueError(
+                f"orchestrator.fallback_pool: {fallback!r} is not an attached pool of {attached}"
+            )
+        for pool in self.drafter_pools:
+            if pool.attached and pool.addresses:
+                raise ValueError(f"drafter_pools.{pool.name}.addresses: an attached pool has none")
         return self
+
+    @property
+    def remote_pools(self) -> list[DrafterPoolConfig]:
+        """The pools whose drafters are processes of their own."""
+        return [pool for pool in self.drafter_pools if not pool.attached]
+
+    @property
+    def attached_pools(self) -> list[DrafterPoolConfig]:
+        """The pools whose drafters live beside the target."""
+        return [pool for pool in self.drafter_pools if pool.attached]
 
     def pool(self, name: str) -> DrafterPoolConfig:
         """The pool of that name. Raises ConfigError when there is none."""

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 
 from core import model_facts
 from core.attention import AttentionOptions, ProbeContext, RaggedContext
-from core.batch import BatchLimits, check_rows, lay_out
+from core.batch import BatchLimits, Span, check_rows, lay_out
 from core.batch import Row as Row
 from core.config import ModelConfig
 from core.errors import ModelError
@@ -86,13 +86,16 @@ class RaggedModel:
         tokenizer: the checkpoint's, None without one.
         eos_token_ids, default_sampling: from the model's generation config.
         cache: the slots.
+        network: the transformers model. device: where its inputs go.
+        spans: where the tokens of the last forward lie, by sequence.
     """
 
     def __init__(self, config: ModelConfig, model: Any) -> None:
         """Use `load`. `model` is a transformers model that uses our attention function."""
         text = model.config.get_text_config()
-        self._model = model
-        self._device = _input_device(model)
+        self.network = self._model = model
+        self.device = self._device = _input_device(model)
+        self.spans: dict[int, Span] = {}
         self.max_length = min(config.max_length, model_facts.max_length(text))
         self.max_sequences = config.max_sequences
         self.max_batch_tokens = config.max_batch_tokens
@@ -188,6 +191,7 @@ class RaggedModel:
             self.cache.truncate(row.sequence, row.position)
         slots = self.cache.place([row.sequence for row in rows])
         layout = lay_out(rows, slots)
+        self.spans = layout.spans
         context = RaggedContext(self.cache, layout.segments)
         logits = self._run(layout.token_ids, layout.positions, layout.logit_indices, context)
         for row in rows:

@@ -89,3 +89,32 @@ class TokenLogprobs:
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the target computed of `num_tokens` consecutive tokens from `position` on.
+
+    `data` holds one row per token, every value a drafter needs of it side by side, row-major and
+    little-endian in the target's `dtype` ("float32", "bfloat16", "float16"). See `core.tensors`.
+    """
+
+    position: int
+    num_tokens: int
+    dtype: str
+    data: bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token."""
+        return len(self.data) // max(1, self.num_tokens)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the values by themselves, or ""."""
+        size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype)
+        if size is None:
+            return f"dtype {self.dtype!r} is not float32, bfloat16 or float16"
+        if not self.row_bytes or self.row_bytes % size or len(self.data) % self.num_tokens:
+            return f"{len(self.data)} bytes are not {self.num_tokens} rows of {self.dtype}"
+        return ""

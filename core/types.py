@@ -12,6 +12,7 @@ and the receiver truncates to it, so repeating a message is always safe.
 import enum
 from dataclasses import dataclass, field
 
+from core.params import Features as Features
 from core.params import Rule as Rule
 from core.params import SamplingParams as SamplingParams
 from core.params import SparseDistribution as SparseDistribution
@@ -40,6 +41,16 @@ class VerdictStatus(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedInfo:
+    """A drafter that lives in the verifier's process; `pool` is its name in the config."""
+
+    pool: str
+    kind: str
+    max_draft_tokens: int
+    has_distributions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierInfo:
     """A verifier's limits and its model's defaults, from the handshake."""
 
@@ -51,6 +62,7 @@ class VerifierInfo:
     default_sampling: SamplingParams
     instance_id: str
     tokenizer_size: int
+    attached: tuple[AttachedInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,8 @@ class VerifyOpen:
 
     logprobs: likeliest tokens to report per drawn token (0: the drawn one only); None for none.
     prompt_logprobs: report the prompt's tokens too, in the verdicts that read them.
+    features: what a remote drafter needs of each token ("hidden_states", "kv:3"), for the verdicts.
+    attached: pool of the attached drafter that drafts for it, "" for none.
     """
 
     sequence: int
@@ -66,6 +80,8 @@ class VerifyOpen:
     max_length: int
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    features: tuple[str, ...] = ()
+    attached: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,7 @@ class VerifyRow:
     A `partial` row is a chunk of a prompt that is not its last: cached, nothing is drawn.
     draft_distributions: what each draft token was sampled from, for rules that need it; empty
     stands for a deterministic draft (all mass on the token).
+    next_draft_tokens: how many tokens the attached drafter is to draft behind the outcome.
     """
 
     sequence: int
@@ -83,6 +100,7 @@ class VerifyRow:
     draft_token_ids: tuple[int, ...] = ()
     partial: bool = False
     draft_distributions: tuple[SparseDistribution, ...] = ()
+    next_draft_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +125,9 @@ class Verdict:
     `position` is where `token_ids` begin (the row's position plus its new tokens).
     `token_ids` are the accepted draft tokens and the one token the target adds: accepted + 1
     ids, or none for a partial row or a status other than OK. `logprobs` has one entry per id when
-    the open asked for them; `prompt_logprobs` one per new token behind the sequence's first.
+    the open asked for them; `prompt_logprobs` one per new token behind the sequence's first;
+    `features` one row per token the row committed to the cache. The `next_draft_` fields hold what
+    the attached drafter proposes behind `token_ids`.
     """
 
     sequence: int
@@ -119,6 +139,9 @@ class Verdict:
     message: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    features: Features | None = None
+    next_draft_token_ids: tuple[int, ...] = ()
+    next_draft_distributions: tuple[SparseDistribution, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +161,7 @@ class VerifyTimings:
     forward_ns: int = 0
     sampling_ns: int = 0
     num_forwards: int = 0
+    draft_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +188,10 @@ class NeedOpenReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """What a drafter is and can hold, from the handshake. 0 means unlimited."""
+    """What a drafter is and can hold, from the handshake. 0 means unlimited.
+
+    needs: what the target must tell of each committed token beside its id, in this order.
+    """
 
     kind: str
     identity: ModelIdentity
@@ -173,6 +200,7 @@ class DrafterInfo:
     max_draft_tokens: int
     instance_id: str
     has_distributions: bool = False
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +237,22 @@ class DraftClose:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFeatures:
+    """The target's features of some committed tokens of a sequence."""
+
+    sequence: int
+    generation: int
+    features: Features
+
+
+@dataclass(frozen=True, slots=True)
 class DraftCommands:
-    """One frame to a drafter. Closes are applied first, then opens, then commits."""
+    """One frame to a drafter. Closes are applied first, then opens, features, commits."""
 
     opens: tuple[DraftOpen, ...] = ()
     commits: tuple[DraftCommit, ...] = ()
     closes: tuple[DraftClose, ...] = ()
+    features: tuple[DraftFeatures, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

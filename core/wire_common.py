@@ -13,6 +13,7 @@ from core.errors import HandshakeError, InvalidRequestError
 from core.params import (
     Constraint,
     ConstraintKind,
+    Features,
     Rule,
     SamplingParams,
     SparseDistribution,
@@ -153,3 +154,20 @@ def check_version(version: int, peer: str) -> None:
         raise HandshakeError(
             f"{peer} speaks protocol version {version}, this process speaks {PROTOCOL_VERSION}"
         )
+
+
+def features_to_proto(features: Features | None) -> common_pb2.Features | None:
+    """None stays None: the field is then unset."""
+    if features is None:
+        return None
+    return common_pb2.Features(
+        position=features.position,
+        num_tokens=features.num_tokens,
+        dtype=features.dtype,
+        data=features.data,
+    )
+
+
+def features_from_proto(message: common_pb2.Features) -> Features:
+    """The values."""
+    return Features(message.position, message.num_tokens, message.dtype, message.data)

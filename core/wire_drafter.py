@@ -14,6 +14,7 @@ from core.types import (
     DraftCommands,
     DraftCommit,
     DrafterInfo,
+    DraftFeatures,
     DraftOpen,
     DraftPlans,
     NeedOpen,
@@ -25,6 +26,8 @@ from core.wire_common import (
     distributions_from_proto,
     distributions_to_proto,
     enum_from_proto,
+    features_from_proto,
+    features_to_proto,
     identity_from_proto,
     identity_to_proto,
     sampling_from_proto,
@@ -52,6 +55,7 @@ def drafter_info_to_proto(info: DrafterInfo) -> drafter_pb2.DescribeDrafterRespo
         max_draft_tokens=info.max_draft_tokens,
         instance_id=info.instance_id,
         has_distributions=info.has_distributions,
+        needs=info.needs,
     )
 
 
@@ -66,6 +70,7 @@ def drafter_info_from_proto(message: drafter_pb2.DescribeDrafterResponse) -> Dra
         max_draft_tokens=message.max_draft_tokens,
         instance_id=message.instance_id,
         has_distributions=message.has_distributions,
+        needs=tuple(message.needs),
     )
 
 
@@ -87,6 +92,14 @@ def draft_commands_to_proto(commands: DraftCommands) -> drafter_pb2.SessionReque
         closes=[
             drafter_pb2.DraftClose(sequence=close.sequence, generation=close.generation)
             for close in commands.closes
+        ],
+        features=[
+            drafter_pb2.DraftFeatures(
+                sequence=each.sequence,
+                generation=each.generation,
+                features=features_to_proto(each.features),
+            )
+            for each in commands.features
         ],
     )
 
@@ -121,6 +134,12 @@ def draft_commands_from_proto(message: drafter_pb2.SessionRequest) -> DraftComma
             ]
         ),
         closes=tuple([DraftClose(close.sequence, close.generation) for close in message.closes]),
+        features=tuple(
+            [
+                DraftFeatures(each.sequence, each.generation, features_from_proto(each.features))
+                for each in message.features
+            ]
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Final
 from core import PROTOCOL_VERSION
 from core.params import TokenLogprobs
 from core.types import (
+    AttachedInfo,
     OpenFailure,
     Verdict,
     VerdictStatus,
@@ -27,6 +28,8 @@ from core.wire_common import (
     distributions_from_proto,
     distributions_to_proto,
     enum_from_proto,
+    features_from_proto,
+    features_to_proto,
     identity_from_proto,
     identity_to_proto,
     sampling_from_proto,
@@ -55,6 +58,15 @@ def verifier_info_to_proto(info: VerifierInfo) -> verifier_pb2.DescribeVerifierR
         default_sampling=sampling_to_proto(info.default_sampling),
         instance_id=info.instance_id,
         tokenizer_size=info.tokenizer_size,
+        attached=[
+            verifier_pb2.AttachedDrafter(
+                pool=drafter.pool,
+                kind=drafter.kind,
+                max_draft_tokens=drafter.max_draft_tokens,
+                has_distributions=drafter.has_distributions,
+            )
+            for drafter in info.attached
+        ],
     )
 
 
@@ -70,6 +82,10 @@ def verifier_info_from_proto(message: verifier_pb2.DescribeVerifierResponse) -> 
         default_sampling=sampling_from_proto(message.default_sampling, "default_sampling"),
         instance_id=message.instance_id,
         tokenizer_size=message.tokenizer_size,
+        attached=tuple(
+            AttachedInfo(a.pool, a.kind, a.max_draft_tokens, a.has_distributions)
+            for a in message.attached
+        ),
     )
 
 
@@ -84,6 +100,8 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
                 max_length=open_.max_length,
                 logprobs=open_.logprobs,
                 prompt_logprobs=open_.prompt_logprobs,
+                features=open_.features,
+                attached=open_.attached,
             )
             for open_ in batch.opens
         ],
@@ -95,6 +113,7 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
                 draft_token_ids=row.draft_token_ids,
                 partial=row.partial,
                 draft_distributions=distributions_to_proto(row.draft_distributions),
+                next_draft_tokens=row.next_draft_tokens,
             )
             for row in batch.rows
         ],
@@ -119,6 +138,8 @@ def _verify_open_from_proto(message: verifier_pb2.VerifyOpen) -> VerifyOpen:
         message.max_length,
         message.logprobs if message.HasField("logprobs") else None,
         message.prompt_logprobs,
+        tuple(message.features),
+        message.attached,
     )
 
 
@@ -130,6 +151,7 @@ def _verify_row_from_proto(message: verifier_pb2.VerifyRow) -> VerifyRow:
         tuple(message.draft_token_ids),
         message.partial,
         distributions_from_proto(message.draft_distributions),
+        message.next_draft_tokens,
     )
 
 
@@ -169,6 +191,9 @@ def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
                 cached_tokens=verdict.cached_tokens,
                 logprobs=logprobs_to_proto(verdict.logprobs),
                 prompt_logprobs=logprobs_to_proto(verdict.prompt_logprobs),
+                features=features_to_proto(verdict.features),
+                next_draft_token_ids=verdict.next_draft_token_ids,
+                next_draft_distributions=distributions_to_proto(verdict.next_draft_distributions),
             )
             for verdict in result.verdicts
         ],
@@ -185,6 +210,7 @@ def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
             forward_ns=timings.forward_ns,
             sampling_ns=timings.sampling_ns,
             num_forwards=timings.num_forwards,
+            draft_ns=timings.draft_ns,
         ),
     )
 
@@ -206,6 +232,15 @@ def verify_result_from_proto(message: verifier_pb2.VerifyResponse) -> VerifyResu
                     message=verdict.message,
                     logprobs=_logprobs_from_proto(verdict.logprobs),
                     prompt_logprobs=_logprobs_from_proto(verdict.prompt_logprobs),
+                    features=(
+                        features_from_proto(verdict.features)
+                        if verdict.HasField("features")
+                        else None
+                    ),
+                    next_draft_token_ids=tuple(verdict.next_draft_token_ids),
+                    next_draft_distributions=distributions_from_proto(
+                        verdict.next_draft_distributions
+                    ),
                 )
                 for verdict in message.verdicts
             ]
@@ -221,6 +256,10 @@ def verify_result_from_proto(message: verifier_pb2.VerifyResponse) -> VerifyResu
             ]
         ),
         timings=VerifyTimings(
-            timings.queue_ns, timings.forward_ns, timings.sampling_ns, timings.num_forwards
+            timings.queue_ns,
+            timings.forward_ns,
+            timings.sampling_ns,
+            timings.num_forwards,
+            timings.draft_ns,
         ),
     )

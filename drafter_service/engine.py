@@ -14,8 +14,8 @@ from collections import defaultdict
 
 import structlog
 
-from core.types import Branch, DraftCommands, DraftPlans, NeedOpenReason, Plan
-from drafter_service.drafters.base import Draft, Drafter, DraftJob
+from core.drafter import Draft, Drafter, DraftJob, MissingFeaturesError, TargetFeatures
+from core.types import Branch, DraftCommands, DraftPlans, Features, NeedOpenReason, Plan
 from drafter_service.sequences import HeldSequence, Key, Limits, SequenceTable
 
 #: While drafts are always wanted, the share of steps that goes to reading prompts is one in this.
@@ -44,7 +44,9 @@ class DrafterEngine:
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
         held = self._table.held.values()
-        return self._table.has_need_opens or any(each.wanted or each.lag for each in held)
+        return self._table.has_need_opens or any(
+            self._is_wanted(each) or self._lag(each) for each in held
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -93,6 +95,14 @@ class DrafterEngine:
             for stream in sorted(plans.keys() | need_opens.keys())
         ]
 
+    def _is_wanted(self, held: HeldSequence) -> bool:
+        """Whether a draft is due that can be made."""
+        return held.wanted > 0 and (not self._drafter.needs or held.has_every_feature)
+
+    def _lag(self, held: HeldSequence) -> int:
+        """Tokens to catch up with: those not seen, or those whose features wait."""
+        return held.num_untold if self._drafter.needs else held.lag
+
     def _choose(self) -> _Batch:
         """The next batch: every wanted draft, or else a chunk of what the drafter has not read.
 
@@ -102,9 +112,9 @@ class DrafterEngine:
         wanted: dict[Key, HeldSequence] = {}
         behind: dict[Key, HeldSequence] = {}
         for key, held in self._table.held.items():
-            if held.wanted and held.lag <= chunk:
+            if self._is_wanted(held) and self._lag(held) <= chunk:
                 wanted[key] = held
-            elif held.lag:
+            elif self._lag(held):
                 behind[key] = held
         self._steps_since_prefill += 1
         if wanted and not (behind and self._steps_since_prefill >= _PREFILL_EVERY):
@@ -114,9 +124,13 @@ class DrafterEngine:
         self._steps_since_prefill = 0
         batch = []
         for key, held in sorted(behind.items(), key=lambda item: not item[1].wanted):
-            end = int(min(len(held.token_ids), held.seen + chunk))
-            batch.append((key, _job(held, end, 0)))
-            chunk -= end - held.seen
+            if self._drafter.needs:  # features come in chunks of the target's
+                chunk -= held.num_untold
+                batch.append((key, _job(held, len(held.token_ids), 0)))
+            else:
+                end = int(min(len(held.token_ids), held.seen + chunk))
+                chunk -= end - held.seen
+                batch.append((key, _job(held, end, 0)))
             if chunk <= 0:
                 break
         return batch
@@ -129,12 +143,14 @@ class DrafterEngine:
             drafts = self._drafter.draft([job for _, job in batch])
             return [(key, job, d) for (key, job), d in zip(batch, drafts, strict=True)]
         except Exception as error:  # the boundary to a drafter: whatever it is, contain it
-            _log.exception("drafter_failed", kind=self._drafter.kind, num_sequences=len(batch))
-            if len(batch) == 1:
-                [(key, _)] = batch
+            is_gap = isinstance(error, MissingFeaturesError)
+            if not is_gap:
+                _log.exception("drafter_failed", kind=self._drafter.kind, num_sequences=len(batch))
+            if len(batch) == 1 or self._drafter.needs:  # features that were told are gone
+                reason = NeedOpenReason.GAP if is_gap else NeedOpenReason.INVALID
                 message = f"the drafter failed: {type(error).__name__}"
-                generation = self._table.held[key].generation
-                self._table.refuse(key, generation, NeedOpenReason.INVALID, message)
+                for key, _ in batch:
+                    self._table.refuse(key, self._table.held[key].generation, reason, message)
                 return []
         for key, job in batch:
             self._drafter.close(job.sequence)
@@ -147,5 +163,18 @@ class DrafterEngine:
 
 
 def _job(held: HeldSequence, end: int, num_draft_tokens: int) -> DraftJob:
+    """A job for the first `end` tokens. It takes the features that wait with it."""
     token_ids = held.token_ids if end == len(held.token_ids) else held.token_ids[:end]
-    return DraftJob(held.handle, token_ids, num_draft_tokens, held.sampling, held.seen)
+    features = None
+    if held.untold:
+        features, held.untold = _join(held.untold), []
+    return DraftJob(held.handle, token_ids, num_draft_tokens, held.sampling, held.seen, features)
+
+
+def _join(untold: list[Features]) -> TargetFeatures:
+    import torch  # a drafter that needs features has it
+
+    from core.tensors import features_from_bytes
+
+    parts = [features_from_bytes(features) for features in untold]
+    return TargetFeatures(untold[0].position, torch.cat(parts))

@@ -10,13 +10,15 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.types import (
     DraftClose,
     DraftCommands,
     DraftCommit,
+    DraftFeatures,
     DraftOpen,
+    Features,
     NeedOpen,
     NeedOpenReason,
     SamplingParams,
@@ -38,7 +40,8 @@ class Limits:
 @dataclass(slots=True)
 class HeldSequence:
     """A sequence. `handle` is the drafter's name for it, `seen` how many of its tokens the drafter
-    knows, `wanted` the length of the draft that is due, `accepted` belongs to the last outcome."""
+    knows, `wanted` the length of the draft that is due, `accepted` belongs to the last outcome.
+    `untold` are target features the drafter has not been given, which end at `num_featured`."""
 
     handle: int
     generation: int
@@ -48,6 +51,18 @@ class HeldSequence:
     wanted: int = 0
     accepted: int = 0
     seen: int = 0
+    untold: list[Features] = field(default_factory=list)
+    num_featured: int = 0
+
+    @property
+    def num_untold(self) -> int:
+        """Positions whose features wait."""
+        return sum(features.num_tokens for features in self.untold)
+
+    @property
+    def has_every_feature(self) -> bool:
+        """Whether the target has told of all committed tokens but the last, which it runs next."""
+        return self.num_featured >= len(self.token_ids) - 1
 
     @property
     def lag(self) -> int:
@@ -82,11 +97,13 @@ class SequenceTable:
         return taken
 
     def apply(self, stream: int, commands: DraftCommands) -> None:
-        """Take in one frame: closes, then opens, then commits. Never raises for a bad command."""
+        """Take in one frame, in the order of its kinds. Never raises for a bad command."""
         for close in commands.closes:
             self._close((stream, close.sequence), close)
         for open_ in commands.opens:
             self._open((stream, open_.sequence), open_)
+        for features in commands.features:
+            self._tell((stream, features.sequence), features)
         for commit in commands.commits:
             self._commit((stream, commit.sequence), commit)
 
@@ -128,6 +145,30 @@ class SequenceTable:
                 max_draft_tokens=min(open_.max_draft_tokens, self._limits.max_draft_tokens),
             )
             self._want(key, held, open_.next_draft_tokens)
+
+    def _tell(self, key: Key, told: DraftFeatures) -> None:
+        """Keep features that follow those there are; of a repetition only what is new."""
+        held = self.held.get(key)
+        if held is None or told.generation != held.generation:
+            return
+        features = told.features
+        num_known = held.num_featured - features.position
+        if num_known < 0:
+            message = f"features begin at {features.position}, {held.num_featured} are held"
+            self.refuse(key, told.generation, NeedOpenReason.GAP, message)
+        elif problem := features.problem:
+            message = f"features: {problem}"
+            self.refuse(key, told.generation, NeedOpenReason.INVALID, message)
+        elif num_known < features.num_tokens:
+            held.untold.append(
+                Features(
+                    held.num_featured,
+                    features.num_tokens - num_known,
+                    features.dtype,
+                    features.data[num_known * features.row_bytes :],
+                )
+            )
+            held.num_featured = features.position + features.num_tokens
 
     def _commit(self, key: Key, commit: DraftCommit) -> None:
         held = self.held.get(key)

@@ -23,11 +23,11 @@ import structlog
 
 from core import wire
 from core.config import DrafterPoolConfig
+from core.drafter import Drafter
 from core.errors import InvalidRequestError
 from core.rpc import RunningServer, create_server
 from core.types import DrafterInfo, DraftPlans
 from drafter_service.drafters import create_drafter
-from drafter_service.drafters.base import Drafter
 from drafter_service.engine import DrafterEngine
 from protos import drafter_pb2, drafter_pb2_grpc
 
@@ -147,7 +147,9 @@ def _change(stream: int, request: drafter_pb2.SessionRequest) -> _Change:
     try:
         commands = wire.draft_commands_from_proto(request)
     except InvalidRequestError:
-        good = drafter_pb2.SessionRequest(commits=request.commits, closes=request.closes)
+        good = drafter_pb2.SessionRequest(
+            commits=request.commits, closes=request.closes, features=request.features
+        )
         for open_ in request.opens:
             try:
                 wire.draft_commands_from_proto(drafter_pb2.SessionRequest(opens=[open_]))
@@ -182,6 +184,7 @@ async def serve(drafter: Drafter, pool: DrafterPoolConfig) -> RunningServer:
         max_draft_tokens=pool.max_draft_tokens,
         instance_id=secrets.token_hex(8),
         has_distributions=drafter.has_distributions,
+        needs=drafter.needs,
     )
     thread = None if drafter.runs_inline else ThreadPoolExecutor(1, thread_name_prefix="drafter")
     worker = Worker(DrafterEngine(drafter, pool.max_draft_tokens), thread)

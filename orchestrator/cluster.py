@@ -136,7 +136,7 @@ class RayCluster:
         config = self._config
         for index in range(config.verifier.replicas):
             self._create_actor(f"verifier-{index}", "", config.verifier.placement)
-        for pool in config.drafter_pools:
+        for pool in config.remote_pools:
             for index in range(pool.replicas):
                 self._create_actor(f"drafter-{pool.name}-{index}", pool.name, pool.placement)
 

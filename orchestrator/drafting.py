@@ -17,17 +17,19 @@ from core.types import (
     DraftCommands,
     DraftCommit,
     DrafterInfo,
+    DraftFeatures,
     DraftOpen,
     DraftPlans,
     NeedOpen,
     NeedOpenReason,
     Rule,
+    Verdict,
     VerifierInfo,
 )
 from orchestrator.clients import DrafterClient
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica, explain_mismatch
-from orchestrator.requests import Health, ReplicaSpec
+from orchestrator.requests import Health, PoolStatus, ReplicaSpec
 
 log = structlog.get_logger()
 
@@ -45,6 +47,16 @@ class _Outbox:
     opens: list[DraftOpen] = field(default_factory=list)
     commits: list[DraftCommit] = field(default_factory=list)
     closes: list[DraftClose] = field(default_factory=list)
+    features: list[DraftFeatures] = field(default_factory=list)
+
+    def drop(self, sequence: int) -> bool:
+        """Take back what has not been sent of a sequence; whether its open was among it."""
+        opens = [each for each in self.opens if each.sequence != sequence]
+        has_open = len(opens) < len(self.opens)
+        self.opens = opens
+        self.commits = [each for each in self.commits if each.sequence != sequence]
+        self.features = [each for each in self.features if each.sequence != sequence]
+        return has_open
 
 
 class Drafting:
@@ -52,22 +64,27 @@ class Drafting:
 
     sequences: the engine's running sequences by id.
     on_change: called after an event that may have made rows ready.
+    retell: called with a sequence whose features the target must compute once more.
     """
 
     def __init__(
         self,
         configs: list[DrafterPoolConfig],
         default_pool: str,
+        fallback_pool: str,
         sequences: Mapping[int, Sequence],
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        retell: Callable[[Sequence], None],
     ) -> None:
-        self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens) for c in configs}
+        self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens, c.attached) for c in configs}
+        self._fallback_pool = fallback_pool
         self.default_pool = default_pool or next(iter(self.pools), "")
         self._sequences = sequences
         self._num_ids = 0
         self._clock = clock
         self._on_change = on_change
+        self._retell = retell
         self._clients: dict[str, DrafterClient] = {}
         self._replicas: dict[str, tuple[Pool, Replica]] = {}
         self._outboxes: dict[str, _Outbox] = {}
@@ -99,14 +116,24 @@ class Drafting:
         for client in self._clients.values():
             await client.stop()
 
+    def status(self, verifiers: Pool) -> tuple[PoolStatus, ...]:
+        """All pools; attached drafters are where the verifiers are."""
+        return tuple(p.status(verifiers if p.is_attached else p) for p in self.pools.values())
+
     # ------------------------------------------------------------ what the engine tells
 
     def attach(self, sequence: Sequence) -> None:
         """Give a sequence a drafter if it wants one and there is one."""
-        if sequence.no_draft_cause or sequence.drafter is not None:
+        if sequence.no_draft_cause or sequence.has_drafter:
             return
         pool = self.pools.get(sequence.request.speculation.drafter or self.default_pool)
         is_ensemble = sequence.request.sampling.rule is Rule.ENSEMBLE
+        if pool is not None and pool.is_attached:
+            sequence.near.use(pool.name, pool.max_draft_tokens, is_fallback=False)
+            sequence.stats.drafter = pool.name
+            return
+        if fallback := self.pools.get(self._fallback_pool):
+            sequence.near.use(fallback.name, fallback.max_draft_tokens, is_fallback=True)
         if pool is None or (replica := pool.choose(is_ensemble)) is None:
             is_lacking = is_ensemble and pool is not None and pool.choose() is not None
             sequence.absence = "no_distributions" if is_lacking else "no_drafter"
@@ -117,6 +144,9 @@ class Drafting:
         )
         sequence.stats.drafter = pool.name
         self._outbox(replica).opens.append(opened)
+        sequence.needs = replica.needs
+        if sequence.needs and sequence.is_open:
+            self._retell(sequence)
 
     def commit(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Tell the sequence's drafter what was committed, or find it one."""
@@ -127,10 +157,21 @@ class Drafting:
         commit = sequence.commit_drafter(token_ids, self._clock())
         self._outbox(replica).commits.append(commit)
 
-    def count(self, sequence: Sequence, num_draft_tokens: int, num_accepted: int) -> None:
+    def tell(self, sequence: Sequence, verdict: Verdict) -> None:
+        """Hand on what the target computed of the tokens it holds, if the drafter needs it."""
+        if verdict.features is not None and sequence.needs and sequence.drafter is not None:
+            _, replica = self._replicas[sequence.drafter]
+            told = DraftFeatures(sequence.id, sequence.generation, verdict.features)
+            self._outbox(replica).features.append(told)
+
+    def take(self, sequence: Sequence, verdict: Verdict) -> None:
+        """Keep the draft that came with a verdict, once it is committed."""
+        sequence.take_attached(verdict, self._num_ids)
+
+    def count(self, source: str, num_draft_tokens: int, num_accepted: int) -> None:
         """Add one verified draft to the totals of the pool it came from."""
-        if num_draft_tokens and sequence.stats.drafter in self.pools:
-            self.pools[sequence.stats.drafter].count(num_draft_tokens, num_accepted)
+        if num_draft_tokens and source in self.pools:
+            self.pools[source].count(num_draft_tokens, num_accepted)
 
     def detach(self, sequence: Sequence) -> None:
         """Let the sequence's drafter forget it."""
@@ -139,17 +180,20 @@ class Drafting:
         _, replica = self._replicas[sequence.drafter]
         replica.sequences.discard(sequence.id)
         outbox = self._outbox(replica)
-        unsent = [o for o in outbox.opens if o.sequence == sequence.id]
-        outbox.opens = [o for o in outbox.opens if o.sequence != sequence.id]
-        outbox.commits = [c for c in outbox.commits if c.sequence != sequence.id]
+        is_unsent = outbox.drop(sequence.id)
         close = sequence.close_drafter()
-        if not unsent or close.generation > 1:
+        if not is_unsent or close.generation > 1:
             outbox.closes.append(close)
 
     def flush(self) -> None:
         """Send what was collected: one frame per drafter."""
         for replica_id, outbox in self._outboxes.items():
-            frame = DraftCommands(tuple(outbox.opens), tuple(outbox.commits), tuple(outbox.closes))
+            frame = DraftCommands(
+                tuple(outbox.opens),
+                tuple(outbox.commits),
+                tuple(outbox.closes),
+                tuple(outbox.features),
+            )
             self._clients[replica_id].send(frame)
         self._outboxes.clear()
 

@@ -22,6 +22,7 @@ from core.errors import (
 )
 from core.types import ModelIdentity, Verdict, VerdictStatus, VerifierInfo, VerifyResult
 from orchestrator.controller import Controller
+from orchestrator.delivery import Deliveries
 from orchestrator.drafting import Drafting
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Replica
@@ -31,7 +32,6 @@ from orchestrator.stream import Detokenizer, Stream
 from orchestrator.verifying import Verifying, explain_refusal
 
 _DRAFTER_START_S = 10.0
-_DELIVERY_DELAY_S = 0.003
 
 
 class Engine:
@@ -60,16 +60,22 @@ class Engine:
             Controller(config.adaptive_draft_length),
         )
         cost = self._scheduler.controller.cost
+        attached = [pool.name for pool in pools if pool.attached]
         self._verifying = Verifying(
-            config, self._sequences, cost, self._verdicts, self._orphans, self._pump
+            config, attached, self._sequences, cost, self._verdicts, self._orphans, self._pump
         )
         self._drafting = Drafting(
-            pools, config.default_pool, self._sequences, time.monotonic, self._pump
+            pools,
+            config.default_pool,
+            config.fallback_pool,
+            self._sequences,
+            time.monotonic,
+            self._pump,
+            self._begin_again,
         )
         self._ids = itertools.count(1)
         self._wake: asyncio.TimerHandle | None = None
-        self._deliveries: list[Callable[[], None]] = []
-        self._delivery: asyncio.TimerHandle | None = None
+        self._deliveries = Deliveries()
         self._changed = asyncio.Event()
         self._is_draining = False
         self._started_at = time.monotonic()
@@ -130,7 +136,7 @@ class Engine:
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the orchestrator is shutting down"))
         self._set_timer(None)
-        self._deliver(is_urgent=True)
+        self._deliveries.flush(is_urgent=True)
         await self._drafting.stop()
         await self._verifying.stop()
 
@@ -191,26 +197,8 @@ class Engine:
         self._drafting.flush()
         wake_at = min((d for d in deadlines if d is not None), default=None)
         self._set_timer(wake_at)
-        self._deliver(is_urgent=wake_at is None)
+        self._deliveries.flush(is_urgent=wake_at is None)
         self._changed.set()
-
-    def _deliver(self, is_urgent: bool) -> None:
-        """Hand blocks to the clients, once the services have what they need to go on.
-
-        Clients take the same core as drafters and this loop: a block that is delivered while a
-        plan is awaited delays the plan, and with it the target. It waits for it a moment.
-        """
-        if not is_urgent and self._deliveries:
-            if self._delivery is None:
-                loop = asyncio.get_running_loop()
-                self._delivery = loop.call_later(_DELIVERY_DELAY_S, self._deliver, True)
-            return
-        if self._delivery is not None:
-            self._delivery.cancel()
-            self._delivery = None
-        deliveries, self._deliveries = self._deliveries, []
-        for deliver in deliveries:
-            deliver()
 
     def _feed(self, replica: Replica) -> float | None:
         """Send a verifier all the batches it may have; returns when to look again, if ever."""
@@ -246,10 +234,14 @@ class Engine:
                 self._commit(sequence, verdict)
             elif verdict.status is VerdictStatus.INVALID:
                 self._fail(sequence.id, ModelError(verdict.message))
-            else:  # no slot, or the prefix was lost: begin again from what is committed
-                self._verifying.release(sequence)
-                self._scheduler.requeue([sequence])
+            else:  # no slot, or the prefix was lost
+                self._begin_again(sequence)
         self._pump()
+
+    def _begin_again(self, sequence: Sequence) -> None:
+        """Have the target compute a sequence once more from what is committed."""
+        self._verifying.release(sequence)
+        self._scheduler.requeue([sequence])
 
     def _fail(self, sequence_id: int, error: ForerunError) -> None:
         if sequence := self._sequences.get(sequence_id):
@@ -262,6 +254,7 @@ class Engine:
             return
         stream = self._streams[sequence.id]
         stream.read_prompt(row, verdict)
+        self._drafting.tell(sequence, verdict)
         if row.partial:
             return
         try:
@@ -270,12 +263,13 @@ class Engine:
             self._fail(sequence.id, error)
             return
         accepted = sequence.commit(block.token_ids, row, verdict.accepted)
-        self._drafting.count(sequence, len(row.draft_token_ids), accepted)
+        self._drafting.count(sequence.draft_source, len(row.draft_token_ids), accepted)
         now = time.monotonic()
-        self._deliveries.append(lambda: stream.deliver(block, accepted, now))
+        self._deliveries.add(lambda: stream.deliver(block, accepted, now))
         if block.finished is not None:
             self._release(sequence)
         else:
+            self._drafting.take(sequence, verdict)
             self._drafting.commit(sequence, block.token_ids)
 
     def _orphans(self, sequences: list[Sequence]) -> None:
@@ -290,7 +284,7 @@ class Engine:
         return ClusterStatus(
             model=self.info.identity.model if self.info else "",
             verifiers=self._verifying.pool.status().replicas,
-            drafter_pools=tuple(p.status() for p in self._drafting.pools.values()),
+            drafter_pools=self._drafting.status(self._verifying.pool),
             num_waiting=num_waiting,
             num_running=len(self._sequences) - num_waiting,
             num_finished=self._num_finished,

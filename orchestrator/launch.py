@@ -34,10 +34,12 @@ def say(line: str) -> None:
 
 def run_verifier(config: Config) -> None:
     """Serve the target until a signal. Raises ConfigError or ModelError when it cannot start."""
+    from orchestrator.attaching import attacher
     from verifier_service.server import serve_verifier
 
     say(f"verifier: loading {config.target.model}")
-    start = serve_verifier(config.target, config.verifier)
+    attach = attacher(config.attached_pools)
+    start = serve_verifier(config.target, config.verifier, attach=attach)
     asyncio.run(_serve("verifier", start, config.orchestrator.drain_timeout_s))
 
 
@@ -46,6 +48,8 @@ def run_drafter(config: Config, pool: str) -> None:
     from drafter_service.server import serve_drafter
 
     settings = config.pool(pool)
+    if settings.attached:
+        raise ConfigError(f"drafter_pools.{pool}.attached: it runs in the verifier's process")
     model = f" with {settings.model.model}" if settings.model else ""
     say(f"drafter {pool}: starting kind {settings.kind}{model}")
     # A drafter is a cache: whoever uses it goes on without, so it need not drain.
@@ -79,7 +83,7 @@ def run_orchestrator(config: Config) -> None:
             " or use `forerun serve`, which starts them"
         )
     replicas = [_fixed(f"verifier-{i}", "", address) for i, address in enumerate(verifiers)]
-    for pool in config.drafter_pools:
+    for pool in config.remote_pools:
         for i, address in enumerate(pool.addresses):
             replicas.append(_fixed(f"drafter-{pool.name}-{i}", pool.name, address))
     asyncio.run(_orchestrate(config, replicas))

@@ -23,8 +23,10 @@ from core.types import (
     VerifyOpen,
     VerifyRow,
 )
+from orchestrator.accounting import count_step
 from orchestrator.branches import usable_branch
 from orchestrator.controller import MAX_DRAFT_TOKENS, Acceptance
+from orchestrator.near import NearDrafter
 from orchestrator.requests import GenerationRequest, SpeculationStats
 
 
@@ -56,6 +58,7 @@ class Sequence:
         # Drafter side.
         self.drafter: str | None = None
         self.drafter_limit = 0
+        self.needs: tuple[str, ...] = ()
         self.generation = 0
         self.outcome = Outcome(self.num_prompt - 1, 0)
         self.branches: dict[tuple[int, int, int], Branch] = {}
@@ -65,6 +68,8 @@ class Sequence:
         self.impatience = 0
         self.absence = "no_drafter"
         self.no_draft_cause = "" if request.speculation.enabled else "disabled"
+        self.near = NearDrafter()
+        self.draft_source = ""  # the pool whose draft is in flight
 
     # ------------------------------------------------------------ lengths
 
@@ -110,11 +115,18 @@ class Sequence:
             self.cached_prompt_tokens = 0
         output, sampling = self.request.output, self.request.sampling
         prompt_logprobs = output.prompt_logprobs and self.is_prompt_pending
-        return VerifyOpen(self.id, sampling, self.max_length, output.logprobs, prompt_logprobs)
+        told = (output.logprobs, prompt_logprobs, self.needs, self.near.pool)
+        return VerifyOpen(self.id, sampling, self.max_length, *told)
+
+    @property
+    def branch_at_hand(self) -> Branch | None:
+        """What is drafted for the known outcome: by the drafter, else by the one beside the
+        target."""
+        return self.branches.get(self.outcome_key, self.near.branch)
 
     def draft_at_hand(self) -> tuple[int, ...]:
         """The draft for the known outcome, no longer than what may still be committed."""
-        branch = self.branches.get(self.outcome_key)
+        branch = self.branch_at_hand
         return branch.draft_token_ids[: self.num_remaining - 1] if branch else ()
 
     def next_row(self, max_new: int, max_draft: int) -> VerifyRow:
@@ -123,35 +135,23 @@ class Sequence:
         new = tuple(self.tokens[self.verified : self.verified + max_new])
         partial = self.verified + len(new) < len(self.tokens)
         draft = () if partial else self.draft_at_hand()[:max_draft]
-        branch = self.branches.get(self.outcome_key)
+        branch = self.branch_at_hand
         distributions = branch.draft_distributions[: len(draft)] if branch else ()
         if not partial:
-            self._count_step(draft, branch)
-        self.row = VerifyRow(self.id, self.verified, new, draft, partial, distributions)
+            count_step(self, draft, branch)
+            is_near = branch is not None and branch is self.near.branch
+            self.draft_source = self.near.pool if is_near else self.stats.drafter
+            if branch is not None and not is_near:
+                self.impatience = self.impatient_rounds = 0
+        next_draft = 0 if partial else self._next_attached_draft
+        self.row = VerifyRow(self.id, self.verified, new, draft, partial, distributions, next_draft)
         return self.row
 
-    def _count_step(self, draft: tuple[int, ...], branch: Branch | None) -> None:
-        self.stats.num_verify_steps += 1
-        if branch is not None:
-            self.stats.num_plan_hits += 1
-            self.impatience = self.impatient_rounds = 0
-        if draft:
-            self.stats.num_spec_steps += 1
-            return
-        self.stats.fallback_steps[self._fallback_cause(branch)] += 1
-
-    def _fallback_cause(self, branch: Branch | None) -> str:
-        if self.is_prompt_pending:
-            return "prompt"
-        if self.no_draft_cause:
-            return self.no_draft_cause
-        if self.drafter is None:
-            return self.absence
-        if branch is not None:
-            return "not_worth_it" if branch.draft_token_ids else "no_guess"
-        if self.num_wanted:
-            return "late"
-        return "not_worth_it" if self.num_worthwhile == 0 else "last_token"
+    @property
+    def _next_attached_draft(self) -> int:
+        """Tokens to ask the drafter beside the target for, behind the row's outcome."""
+        wish = self.request.speculation.max_draft_tokens or self.near.limit
+        return max(0, min(wish, self.near.limit, self.num_worthwhile, self.num_remaining - 2))
 
     def accept(self, verdict: Verdict) -> bool:
         """Take the verdict on the row in flight. False when it is not the answer to that row.
@@ -178,6 +178,7 @@ class Sequence:
             num_alone = max(0, len(token_ids) - len(row.draft_distributions))
             self.stats.num_tokens_without_distributions += num_alone
         self.branches = {k: b for k, b in self.branches.items() if k == self.outcome_key}
+        self.near.branch = None
         self.num_wanted = 0
         self.acceptance.observe(len(row.draft_token_ids), accepted)
         self.impatient_rounds = max(0, self.impatient_rounds - 1)
@@ -196,18 +197,28 @@ class Sequence:
         return (self.outcome.base_length, self.outcome.accepted, self.tokens[-1])
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether somebody drafts for it; a fallback does not count."""
+        return self.drafter is not None or self.near.is_own
+
+    @property
     def longest_draft(self) -> int:
         """Draft length to ask for if verifying it pays: the drafter's, the request's, and what may
         still be committed; 0 without a drafter."""
-        if self.drafter is None:
-            return 0
-        wish = self.request.speculation.max_draft_tokens or self.drafter_limit
-        return max(0, min(wish, self.drafter_limit, self.num_remaining - 1))
+        limit = max(self.drafter_limit if self.drafter else 0, self.near.limit)
+        wish = self.request.speculation.max_draft_tokens or limit
+        return max(0, min(wish, limit, self.num_remaining - 1))
+
+    def take_attached(self, verdict: Verdict, num_ids: int) -> None:
+        """Keep the draft that came with the verdict just committed."""
+        rule = self.request.sampling.rule
+        if cause := self.near.take(verdict, self.tokens[-1], rule, num_ids):
+            self.stats.plan_misses[cause] += 1
 
     @property
     def num_draft_tokens(self) -> int:
         """Draft length to ask for: what the controller last thought worth verifying, at most."""
-        return min(self.longest_draft, self.num_worthwhile)
+        return min(self.longest_draft, self.num_worthwhile, self.drafter_limit)
 
     def open_drafter(self, replica_id: str, pool_limit: int, now: float) -> DraftOpen:
         """Take up a drafter (again) from the committed tokens."""

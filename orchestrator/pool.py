@@ -42,6 +42,11 @@ class Replica:
         """Whether its drafts come with distributions; False until the handshake."""
         return isinstance(self.info, DrafterInfo) and self.info.has_distributions
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What a drafter needs of the target beside token ids; nothing until the handshake."""
+        return self.info.needs if isinstance(self.info, DrafterInfo) else ()
+
     def become_ready(self, address: str, info: VerifierInfo | DrafterInfo) -> None:
         """The handshake succeeded."""
         self.address, self.info, self.health, self.message = address, info, Health.READY, ""
@@ -69,10 +74,13 @@ class Replica:
 class Pool:
     """Equal replicas under one name, and the totals of their drafts."""
 
-    def __init__(self, name: str, kind: str, max_draft_tokens: int = 0) -> None:
+    def __init__(
+        self, name: str, kind: str, max_draft_tokens: int = 0, is_attached: bool = False
+    ) -> None:
         self.name = name
         self.kind = kind
         self.max_draft_tokens = max_draft_tokens
+        self.is_attached = is_attached
         self.replicas: dict[str, Replica] = {}
         self.num_drafts = 0
         self.num_draft_tokens = 0
@@ -109,12 +117,12 @@ class Pool:
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_draft_tokens += num_accepted
 
-    def status(self) -> PoolStatus:
-        """A snapshot."""
+    def status(self, hosts: "Pool | None" = None) -> PoolStatus:
+        """A snapshot; `hosts` are the replicas in whose processes an attached pool lives."""
         return PoolStatus(
             self.name,
             self.kind,
-            tuple(r.status() for r in self.replicas.values()),
+            tuple(r.status() for r in (hosts or self).replicas.values()),
             self.num_drafts,
             self.num_draft_tokens,
             self.num_accepted_draft_tokens,

@@ -51,7 +51,7 @@ class ServiceActor:
     @staticmethod
     def description(config: Config, pool: str) -> str:
         """All that decides what the actor of `pool` does; equal for equal actors."""
-        sections: tuple[Any, ...] = (config.target, config.verifier)
+        sections: tuple[Any, ...] = (config.target, config.verifier, config.attached_pools)
         return repr((__version__, config.pool(pool) if pool else sections))
 
     async def describe(self) -> str:
@@ -77,9 +77,12 @@ class ServiceActor:
             from drafter_service.server import serve_drafter
 
             return await serve_drafter(self._config.pool(self._pool))
+        from orchestrator.attaching import attacher
         from verifier_service.server import serve_verifier
 
-        return await serve_verifier(self._config.target, self._config.verifier)
+        config = self._config
+        attach = attacher(config.attached_pools)
+        return await serve_verifier(config.target, config.verifier, attach=attach)
 
 
 def _pin_to(cores: set[int]) -> None:

@@ -42,6 +42,7 @@ _PUBLIC_NAMES = {
 class Verifying:
     """All verifiers of one engine.
 
+    attached: names of the drafter pools that must live beside every target.
     sequences: the engine's running sequences by id. cost: learns how long batches take.
     on_result: called with each result. on_orphans: called with sequences that lost their slot.
     on_change: called after a verifier came.
@@ -50,6 +51,7 @@ class Verifying:
     def __init__(
         self,
         config: OrchestratorConfig,
+        attached: list[str],
         sequences: Mapping[int, Sequence],
         cost: VerifyCost,
         on_result: Callable[[VerifyResult], None],
@@ -59,6 +61,7 @@ class Verifying:
         self.pool = Pool("", "verifier")
         self.info: VerifierInfo | None = None
         self._config = config
+        self._attached = attached
         self._sequences = sequences
         self._cost = cost
         self._on_result = on_result
@@ -125,6 +128,12 @@ class Verifying:
     # ------------------------------------------------------------ what the verifiers answer
 
     def _check(self, info: VerifierInfo) -> None:
+        missing = set(self._attached) - {drafter.pool for drafter in info.attached}
+        if missing:
+            raise HandshakeError(
+                f"drafter_pools.{min(missing)}: verifier {info.identity.model!r} was started"
+                " without this attached drafter"
+            )
         known = self.info.identity if self.info is not None else self._expected
         if known is None:
             return
@@ -144,7 +153,8 @@ class Verifying:
         num_tokens = replica.in_flight.pop(result.batch, 0)
         if num_tokens > 0 and result.timings.num_forwards == 1:
             timings = result.timings
-            self._cost.observe(num_tokens, (timings.forward_ns + timings.sampling_ns) / 1e9)
+            nanoseconds = timings.forward_ns + timings.sampling_ns + timings.draft_ns
+            self._cost.observe(num_tokens, nanoseconds / 1e9)
         for failure in result.open_failures:
             self._open_failed(replica, failure)
         self._on_result(result)

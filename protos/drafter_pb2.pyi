@@ -26,7 +26,7 @@ class DescribeDrafterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeDrafterResponse(_message.Message):
-    __slots__ = ("protocol_version", "kind", "identity", "max_length", "max_sequences", "max_draft_tokens", "instance_id", "has_distributions")
+    __slots__ = ("protocol_version", "kind", "identity", "max_length", "max_sequences", "max_draft_tokens", "instance_id", "has_distributions", "needs")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class DescribeDrafterResponse(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     kind: str
     identity: _common_pb2.ModelIdentity
@@ -43,17 +44,30 @@ class DescribeDrafterResponse(_message.Message):
     max_draft_tokens: int
     instance_id: str
     has_distributions: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., kind: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., instance_id: _Optional[str] = ..., has_distributions: _Optional[bool] = ...) -> None: ...
+    needs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., kind: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., instance_id: _Optional[str] = ..., has_distributions: _Optional[bool] = ..., needs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("opens", "commits", "closes")
+    __slots__ = ("opens", "commits", "closes", "features")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[DraftOpen]
     commits: _containers.RepeatedCompositeFieldContainer[DraftCommit]
     closes: _containers.RepeatedCompositeFieldContainer[DraftClose]
-    def __init__(self, opens: _Optional[_Iterable[_Union[DraftOpen, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftCommit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftClose, _Mapping]]] = ...) -> None: ...
+    features: _containers.RepeatedCompositeFieldContainer[DraftFeatures]
+    def __init__(self, opens: _Optional[_Iterable[_Union[DraftOpen, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftCommit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftClose, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[DraftFeatures, _Mapping]]] = ...) -> None: ...
+
+class DraftFeatures(_message.Message):
+    __slots__ = ("sequence", "generation", "features")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    generation: int
+    features: _common_pb2.Features
+    def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
     __slots__ = ("sequence", "generation", "token_ids", "sampling", "max_draft_tokens", "fan_out", "next_draft_tokens")

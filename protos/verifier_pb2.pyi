@@ -26,7 +26,7 @@ class DescribeVerifierRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeVerifierResponse(_message.Message):
-    __slots__ = ("protocol_version", "identity", "max_length", "max_sequences", "max_batch_tokens", "eos_token_ids", "default_sampling", "instance_id", "tokenizer_size")
+    __slots__ = ("protocol_version", "identity", "max_length", "max_sequences", "max_batch_tokens", "eos_token_ids", "default_sampling", "instance_id", "tokenizer_size", "attached")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class DescribeVerifierResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     identity: _common_pb2.ModelIdentity
     max_length: int
@@ -45,7 +46,20 @@ class DescribeVerifierResponse(_message.Message):
     default_sampling: _common_pb2.Sampling
     instance_id: str
     tokenizer_size: int
-    def __init__(self, protocol_version: _Optional[int] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., instance_id: _Optional[str] = ..., tokenizer_size: _Optional[int] = ...) -> None: ...
+    attached: _containers.RepeatedCompositeFieldContainer[AttachedDrafter]
+    def __init__(self, protocol_version: _Optional[int] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., instance_id: _Optional[str] = ..., tokenizer_size: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ...) -> None: ...
+
+class AttachedDrafter(_message.Message):
+    __slots__ = ("pool", "kind", "max_draft_tokens", "has_distributions")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAS_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    kind: str
+    max_draft_tokens: int
+    has_distributions: bool
+    def __init__(self, pool: _Optional[str] = ..., kind: _Optional[str] = ..., max_draft_tokens: _Optional[int] = ..., has_distributions: _Optional[bool] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("batch", "opens", "rows", "closes")
@@ -60,34 +74,40 @@ class VerifyRequest(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[VerifyOpen, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[VerifyRow, _Mapping]]] = ..., closes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("sequence", "sampling", "max_length", "logprobs", "prompt_logprobs")
+    __slots__ = ("sequence", "sampling", "max_length", "logprobs", "prompt_logprobs", "features", "attached")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sampling: _common_pb2.Sampling
     max_length: int
     logprobs: int
     prompt_logprobs: bool
-    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    features: _containers.RepeatedScalarFieldContainer[str]
+    attached: str
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., features: _Optional[_Iterable[str]] = ..., attached: _Optional[str] = ...) -> None: ...
 
 class VerifyRow(_message.Message):
-    __slots__ = ("sequence", "position", "new_token_ids", "draft_token_ids", "partial", "draft_distributions")
+    __slots__ = ("sequence", "position", "new_token_ids", "draft_token_ids", "partial", "draft_distributions", "next_draft_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     partial: bool
     draft_distributions: _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., partial: _Optional[bool] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ...) -> None: ...
+    next_draft_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., partial: _Optional[bool] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ..., next_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("batch", "verdicts", "open_failures", "timings")
@@ -112,7 +132,7 @@ class OpenFailure(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class VerifyVerdict(_message.Message):
-    __slots__ = ("sequence", "position", "status", "message", "accepted", "token_ids", "logprobs", "cached_tokens", "features", "prompt_logprobs")
+    __slots__ = ("sequence", "position", "status", "message", "accepted", "token_ids", "logprobs", "cached_tokens", "features", "prompt_logprobs", "next_draft_token_ids", "next_draft_distributions")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +143,8 @@ class VerifyVerdict(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     status: VerdictStatus
@@ -131,18 +153,22 @@ class VerifyVerdict(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     cached_tokens: int
-    features: bytes
+    features: _common_pb2.Features
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., features: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    next_draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    next_draft_distributions: _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., next_draft_token_ids: _Optional[_Iterable[int]] = ..., next_draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ...) -> None: ...
 
 class VerifyTimings(_message.Message):
-    __slots__ = ("queue_ns", "forward_ns", "sampling_ns", "num_forwards")
+    __slots__ = ("queue_ns", "forward_ns", "sampling_ns", "num_forwards", "draft_ns")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     forward_ns: int
     sampling_ns: int
     num_forwards: int
-    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ...) -> None: ...
+    draft_ns: int
+    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., draft_ns: _Optional[int] = ...) -> None: ...

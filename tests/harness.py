@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from core.config import DrafterPoolConfig, ModelConfig, OrchestratorConfig, VerifierConfig
 from core.model import RaggedModel
 from core.rpc import RunningServer
 from core.tokenizer import Tokenizer
+from core.types import ModelIdentity
 from drafter_service import drafters as kinds
 from drafter_service.drafters.base import Draft, Drafter, DraftJob
 from drafter_service.drafters.draft_model import DraftModelDrafter
 from drafter_service.server import serve_drafter
+from orchestrator.attaching import attacher
 from orchestrator.detokenizer import Detokenizer
 from orchestrator.engine import Engine
 from orchestrator.requests import Finished, GenerationRequest, ReplicaSpec
@@ -63,10 +67,12 @@ class Stack:
         return self.engine.generate(request, Detokenizer(self.tokenizer, request.stopping.stop))
 
 
-def pool(name: str, kind: str, model: Path | None = None, k: int = 8) -> DrafterPoolConfig:
+def pool(
+    name: str, kind: str, model: Path | None = None, k: int = 8, **options: Any
+) -> DrafterPoolConfig:
     """A drafter pool with a tiny model."""
     config = ModelConfig(model=str(model), **MODEL) if model else None
-    return DrafterPoolConfig(name=name, kind=kind, model=config, max_draft_tokens=k)
+    return DrafterPoolConfig(name=name, kind=kind, model=config, max_draft_tokens=k, **options)
 
 
 @contextlib.asynccontextmanager
@@ -79,9 +85,11 @@ async def serving(
 ) -> AsyncIterator[Stack]:
     """Start one verifier, one drafter per pool, and an engine; stop them all at the end."""
     config = ModelConfig(model=str(target), **{**MODEL, **(model or {})})
-    verifier = await serve_verifier(config, VerifierConfig())
-    with mock.patch.object(kinds, "DRAFTERS", {**kinds.DRAFTERS, **BAD_KINDS}):
-        drafters = {p.name: await serve_drafter(p) for p in pools}
+    attach = attacher([p for p in pools if p.attached])
+    verifier = await serve_verifier(config, VerifierConfig(), attach=attach)
+    remote = [p for p in pools if not p.attached]
+    with mock.patch.object(kinds, "REMOTE", {**kinds.REMOTE, **TEST_KINDS}):
+        drafters = {p.name: await serve_drafter(p) for p in remote}
     addresses = {"verifier": verifier.address} | {n: d.address for n, d in drafters.items()}
 
     def spec(replica_id: str, pool_name: str) -> ReplicaSpec:
@@ -90,7 +98,7 @@ async def serving(
 
         return ReplicaSpec(replica_id, pool_name, resolve)
 
-    specs = [spec("verifier", ""), *(spec(p.name, p.name) for p in pools)]
+    specs = [spec("verifier", ""), *(spec(p.name, p.name) for p in remote)]
     engine = Engine(
         OrchestratorConfig(**{"draft_wait_ms": 2000, **orchestrator}), list(pools), specs
     )
@@ -149,12 +157,57 @@ def create_garbage(config: DrafterPoolConfig) -> Drafter:
     return Garbage(_load(config))
 
 
+class HeadDrafter(Drafter):
+    """Knows the target's head only: says again what the target said one token ago.
+
+    Its draft is computed from the last hidden state it was told, so it is right about what the
+    target will repeat, and it proves that features arrive: it raises when one is missing.
+    """
+
+    kind = "test_head"
+    needs = ("hidden_states",)
+
+    def __init__(self, model: RaggedModel) -> None:
+        self._model = model
+        self._told: dict[int, list[Tensor]] = {}
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The target's own: it has its tokenizer."""
+        return self._model.identity
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        """The argmax of the head on the newest hidden state: the last committed token itself."""
+        drafts = []
+        for job in jobs:
+            told = self._told.setdefault(job.sequence, [])
+            if job.features is not None:
+                assert job.features.position == sum(map(len, told))
+                told.append(job.features.values)
+            assert sum(map(len, told)) == len(job.token_ids) - 1 or not job.num_draft_tokens
+            ids: tuple[int, ...] = ()
+            if job.num_draft_tokens:
+                ids = (int(self._model.network.lm_head(told[-1][-1]).argmax()),)
+                assert job.sampling.temperature or ids == tuple(job.token_ids[-1:])
+            drafts.append(Draft(ids))
+        return drafts
+
+    def close(self, sequence: int) -> None:
+        """Forget what was told."""
+        self._told.pop(sequence, None)
+
+
+def create_head(config: DrafterPoolConfig) -> Drafter:
+    """For the table of kinds."""
+    return HeadDrafter(_load(config))
+
+
 def _load(config: DrafterPoolConfig) -> RaggedModel:
     assert config.model is not None
     return RaggedModel.load(config.model)
 
 
-BAD_KINDS = {
+TEST_KINDS = {
     f"test_{name}": ("tests.harness", f"create_{name}")
-    for name in ("never_right", "stale", "garbage")
+    for name in ("never_right", "stale", "garbage", "head")
 }

@@ -142,7 +142,7 @@ def test_ensemble_counts_the_tokens_that_the_target_drew_alone() -> None:
 def test_ensemble_takes_only_drafters_with_distributions() -> None:
     """Any other draft would have to be dropped, step by step."""
     config = DrafterPoolConfig(name="pool", kind="ngram")
-    drafting = Drafting([config], "", {}, lambda: 0.0, lambda: None)
+    drafting = Drafting([config], "", "", {}, lambda: 0.0, lambda: None, lambda sequence: None)
     pool = drafting.pools["pool"]
     info = DrafterInfo("ngram", ModelIdentity("ngram", 0), 0, 0, 4, "i")
     ensemble = make_sequence(1, sampling=ENSEMBLE)

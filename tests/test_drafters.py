@@ -14,7 +14,7 @@ import pytest
 from core.config import DrafterPoolConfig, ModelConfig
 from core.errors import ConfigError
 from core.types import Rule, SamplingParams
-from drafter_service.drafters import DRAFTERS, create_drafter
+from drafter_service.drafters import REMOTE, create_drafter
 from drafter_service.drafters.base import Draft, Drafter, DraftJob
 from tests.tiny_models import VOCAB_SIZE
 
@@ -23,7 +23,7 @@ MAX_SEQUENCES = 6
 Make = Callable[[], Drafter]
 
 
-@pytest.fixture(params=sorted(DRAFTERS))
+@pytest.fixture(params=sorted(REMOTE))
 def make(request: pytest.FixtureRequest, tiny_llama: Path) -> Make:
     """Makes drafters of one kind; those that need a model get a tiny one, read in small chunks."""
     model = ModelConfig(
@@ -196,7 +196,7 @@ def test_the_same_seed_drafts_the_same(make: Make) -> None:
 def test_it_says_what_it_is(make: Make, request: pytest.FixtureRequest) -> None:
     """The handshake compares these; a kind under another name cannot be configured."""
     drafter = make()
-    assert drafter.kind in DRAFTERS and drafter.kind in request.node.name
+    assert drafter.kind in REMOTE and drafter.kind in request.node.name
     assert drafter.identity.model
     assert (drafter.identity.vocab_size == 0) == (drafter.identity.tokenizer_fingerprint == "")
     assert drafter.max_length >= 0 and drafter.prefill_chunk >= 0

@@ -40,6 +40,7 @@ from core.types import (
     VerifyRow,
     VerifyTimings,
 )
+from verifier_service.attached import AttachedDrafters
 from verifier_service.checks import check_open, check_row
 from verifier_service.drawing import Draw, Drawer, PromptReader, decide
 from verifier_service.rules import Outcome
@@ -61,10 +62,16 @@ class _Clock:
 class VerifierEngine:
     """Verifies micro-batches with one target. Sequences belong to the stream that opened them."""
 
-    def __init__(self, model: RaggedModel, compiler: ConstraintCompiler | None = None) -> None:
+    def __init__(
+        self,
+        model: RaggedModel,
+        compiler: ConstraintCompiler | None = None,
+        attached: AttachedDrafters | None = None,
+    ) -> None:
         """`compiler` makes constraints of the target's tokenizer; without it they are refused."""
         self._model = model
         self._compiler = compiler
+        self._attached = attached or AttachedDrafters(model)
         self._streams: dict[int, dict[int, OpenSequence]] = {}
         self._keys = itertools.count()
         self.info = VerifierInfo(
@@ -76,6 +83,7 @@ class VerifierEngine:
             default_sampling=model.default_sampling,
             instance_id=secrets.token_hex(8),
             tokenizer_size=model.tokenizer_size,
+            attached=self._attached.infos,
         )
 
     @property
@@ -92,24 +100,30 @@ class VerifierEngine:
         seen: set[int] = set()
         items = [self._admit(sequences, row, seen) for row in batch.rows]
         clock = _Clock()
-        self._run([item for item in items if isinstance(item, Work)], clock)
+        works = [item for item in items if isinstance(item, Work)]
+        self._run(works, clock)
+        draft_ns = self._attached.finish(works)
         return VerifyResult(
             batch=batch.batch,
             verdicts=tuple([item if isinstance(item, Verdict) else item.end() for item in items]),
             open_failures=tuple([failure for failure in failures if failure is not None]),
-            timings=VerifyTimings(0, clock.forward_ns, clock.sampling_ns, clock.num_forwards),
+            timings=VerifyTimings(
+                0, clock.forward_ns, clock.sampling_ns, clock.num_forwards, draft_ns
+            ),
         )
 
     def close_stream(self, stream: int) -> None:
         """Free everything that a stream opened."""
-        for sequence in self._streams.pop(stream, {}).values():
-            self._model.close(sequence.key)
+        sequences = self._streams.pop(stream, {})
+        for sequence in list(sequences):
+            self._close(sequences, sequence)
 
     # ------------------------------------------------------------ sequences
 
     def _close(self, sequences: dict[int, OpenSequence], sequence: int) -> None:
         closed = sequences.pop(sequence, None)
         if closed is not None:
+            self._attached.close(closed)
             self._model.close(closed.key)
 
     def _open(self, sequences: dict[int, OpenSequence], open_: VerifyOpen) -> OpenFailure | None:
@@ -117,19 +131,20 @@ class VerifierEngine:
         known = sequences.get(open_.sequence)
         try:
             check_open(open_, self._model.max_length)
-            opened = self._drawing(open_)
             key = next(self._keys) if known is None else known.key
+            opened = OpenSequence(key, open_.max_length, *self._drawing(open_))
+            self._attached.open(opened, open_.attached, open_.features)
             if known is None:
                 self._model.open(key)
             else:
+                self._attached.close(known)
                 self._model.truncate(key, 0)
         except InvalidRequestError as error:
             self._close(sequences, open_.sequence)
             return OpenFailure(open_.sequence, VerdictStatus.INVALID, f"opens.{error}")
         except NoSlotError as error:
             return OpenFailure(open_.sequence, VerdictStatus.NO_SLOT, str(error))
-        drawer, reader = opened
-        sequences[open_.sequence] = OpenSequence(key, open_.max_length, drawer, reader)
+        sequences[open_.sequence] = opened
         return None
 
     def _drawing(self, open_: VerifyOpen) -> tuple[Drawer, PromptReader | None]:
@@ -163,7 +178,7 @@ class VerifierEngine:
             return refusal(row, VerdictStatus.NEED_PREFIX, message)
         self._model.truncate(sequence.key, row.position)
         work = Work(row, sequence, row.new_token_ids + row.draft_token_ids)
-        if len(row.new_token_ids) >= _MIN_REUSE_TOKENS and sequence.reader is None:
+        if len(row.new_token_ids) >= _MIN_REUSE_TOKENS and not sequence.needs_every_token:
             work.cached = self._model.reuse_prefix(sequence.key, row.new_token_ids)
             work.done = work.cached
         return work
@@ -208,6 +223,7 @@ class VerifierEngine:
             return
         begin = time.perf_counter_ns()
         with torch.inference_mode():
+            self._attached.read([work for work, _ in chunks])
             self._decide(chunks, self._read(chunks, logits))
         clock.sampling_ns += time.perf_counter_ns() - begin
 

@@ -35,6 +35,7 @@ from core.wire import (
     verify_result_to_proto,
 )
 from protos import verifier_pb2, verifier_pb2_grpc
+from verifier_service.attached import Attach, AttachedDrafters
 from verifier_service.engine import VerifierEngine
 
 SERVICE_NAME: Final = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
@@ -46,12 +47,16 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve_verifier(
-    config: ModelConfig, verifier: VerifierConfig, registry: CollectorRegistry | None = None
+    config: ModelConfig,
+    verifier: VerifierConfig,
+    registry: CollectorRegistry | None = None,
+    attach: Attach = lambda model: (),
 ) -> RunningServer:
     """Load the target and serve it, and its metrics (in `registry`) if the config gives a port.
 
-    Returns when it is ready. Raises ModelError when the model cannot be served, ConfigError when a
-    port cannot be had.
+    `attach` makes the drafters that live beside the target. Returns when it is ready. Raises
+    ModelError when the model cannot be served, ConfigError when a port cannot be had or a drafter
+    does not fit.
     """
     registry = registry or CollectorRegistry()
     with contextlib.ExitStack() as undo:
@@ -59,7 +64,7 @@ async def serve_verifier(
         # One thread for loading and running: torch's thread count is a property of the thread.
         worker = ThreadPoolExecutor(1, thread_name_prefix="verifier")
         resources.callback(worker.shutdown)
-        engine = await asyncio.get_running_loop().run_in_executor(worker, _load, config)
+        engine = await asyncio.get_running_loop().run_in_executor(worker, _load, config, attach)
         servicer = VerifierServicer(engine, worker, VerifierMetrics(registry))
         if verifier.metrics_port is not None:
             resources.callback(MetricsServer(registry, verifier.metrics_port, verifier.host).stop)
@@ -82,13 +87,13 @@ async def serve_verifier(
     return server
 
 
-def _load(config: ModelConfig) -> VerifierEngine:
+def _load(config: ModelConfig, attach: Attach) -> VerifierEngine:
     path = resolve_model(config.model)
     model = RaggedModel.load(config.model_copy(update={"model": path}))
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return VerifierEngine(model)
-    return VerifierEngine(model, ConstraintCompiler(tokenizer.to_json(), model.eos_token_ids))
+    compiler = None
+    if model.tokenizer is not None:
+        compiler = ConstraintCompiler(model.tokenizer.to_json(), model.eos_token_ids)
+    return VerifierEngine(model, compiler, AttachedDrafters(model, attach(model)))
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):

@@ -4,11 +4,17 @@ Knows nothing of models, forwards or rules.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from core.params import TokenLogprobs
 from core.types import Verdict, VerdictStatus, VerifyRow
 from verifier_service.drawing import Drawer, PromptReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.features import FeatureTap
 
 
 @dataclass(slots=True)
@@ -16,12 +22,25 @@ class OpenSequence:
     """An open sequence: its id in the model, how long it may grow, how it is drawn.
 
     `reader` reports the prompt's tokens; None when not asked for, or once a token was drawn.
+    `features` reads what its remote drafter needs, `tap` what its attached one does, to which the
+    first `num_told` positions have been told, and which has seen the first `num_seen` tokens.
     """
 
     key: int
     max_length: int
     drawer: Drawer
     reader: PromptReader | None = None
+    features: "FeatureTap | None" = None
+    attached: str = ""
+    tap: "FeatureTap | None" = None
+    num_told: int = 0
+    num_seen: int = 0
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether every token must be run: nothing can be told of a copied prefix."""
+        taps = (self.features, self.tap, self.reader)
+        return any(each is not None for each in taps)
 
 
 @dataclass(slots=True)
@@ -35,6 +54,7 @@ class Work:
     done: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     verdict: Verdict | None = None
+    values: "dict[FeatureTap, list[Tensor]]" = field(default_factory=dict)
 
     @property
     def num_left(self) -> int:

@@ -1,40 +1,69 @@
 """The kinds of drafters there are.
 
-To add one: a module in this folder with a `Drafter` and a factory that takes the pool's config,
-and a line in the table. The contract suite (tests/test_drafters.py) then runs over it. A kind's
-module is imported when a pool asks for it: prompt lookup starts without torch.
+To add one: a module in this folder with a `Drafter` and a factory, and a line in a table: in
+`REMOTE` when it can be a process of its own (the factory takes the pool's config), in `ATTACHED`
+when it can live beside the target (it takes the loaded target too). The contract suite
+(tests/test_drafters.py) then runs over it. A kind's module is imported when a pool asks for it:
+prompt lookup starts without torch. See docs/drafters.md.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from core.config import DrafterPoolConfig
+from core.drafter import Drafter
 from core.errors import ConfigError
-from drafter_service.drafters.base import Drafter
 
-DrafterFactory = Callable[[DrafterPoolConfig], Drafter]
+if TYPE_CHECKING:
+    from core.model import RaggedModel
 
-#: kind -> (module, factory)
-DRAFTERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+_Table = Mapping[str, tuple[str, str]]  # kind -> (module, factory)
+
+REMOTE: Final[_Table] = MappingProxyType(
     {
+        "cross_tokenizer": ("drafter_service.drafters.cross_tokenizer", "create_cross_tokenizer"),
         "draft_model": ("drafter_service.drafters.draft_model", "create_draft_model"),
+        "hybrid": ("drafter_service.drafters.hybrid", "create_hybrid"),
         "ngram": ("drafter_service.drafters.ngram", "NgramDrafter"),
+    }
+)
+ATTACHED: Final[_Table] = MappingProxyType(
+    {
+        "hybrid": ("drafter_service.drafters.hybrid", "attach_hybrid"),
+        "ngram": ("drafter_service.drafters.ngram", "attach_ngram"),
     }
 )
 
 
 def create_drafter(config: DrafterPoolConfig) -> Drafter:
-    """Build the drafter a pool asks for.
+    """Build the drafter a pool asks for, as a process of its own.
 
     Raises ConfigError for an unknown kind or a wrong option, ModelError for a model that cannot be
     loaded.
     """
-    if config.kind not in DRAFTERS:
-        known = ", ".join(sorted(DRAFTERS))
-        raise ConfigError(
-            f"drafter_pools.{config.name}.kind: no drafter {config.kind!r}; there are: {known}"
-        )
-    module, factory = DRAFTERS[config.kind]
-    return cast(DrafterFactory, getattr(importlib.import_module(module), factory))(config)
+    return cast(Callable[[DrafterPoolConfig], Drafter], _factory(config, REMOTE))(config)
+
+
+def attach_drafter(config: DrafterPoolConfig, target: "RaggedModel") -> Drafter:
+    """Build the drafter an attached pool asks for, beside the loaded target.
+
+    Raises ConfigError for an unknown kind, a wrong option or a target that does not offer what the
+    kind needs, ModelError for a model that cannot be loaded.
+    """
+    make = cast("Callable[[DrafterPoolConfig, RaggedModel], Drafter]", _factory(config, ATTACHED))
+    return make(config, target)
+
+
+def _factory(config: DrafterPoolConfig, table: _Table) -> Any:
+    where = f"drafter_pools.{config.name}"
+    if config.kind not in table:
+        if config.kind in REMOTE:
+            raise ConfigError(f"{where}.attached: kind {config.kind!r} only runs on its own")
+        if config.kind in ATTACHED:
+            raise ConfigError(f"{where}.attached: kind {config.kind!r} only runs attached")
+        known = ", ".join(sorted({*REMOTE, *ATTACHED}))
+        raise ConfigError(f"{where}.kind: no drafter {config.kind!r}; there are: {known}")
+    module, factory = table[config.kind]
+    return getattr(importlib.import_module(module), factory)

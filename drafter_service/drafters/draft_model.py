@@ -10,27 +10,21 @@ step by step as one batch, rows dropping out as they reach their own length.
 The last drafted token dk has not been run through the model: if the target accepts all k, the next
 catch-up is two tokens (dk and the target's own), else one.
 
-Its logits pass the same processors as the target's, except for a constraint, so that it is likely
-to say what the target may say. Where the rule needs distributions, `drafter_service.distributions`
-samples and reports them; elsewhere tokens are drawn as the target draws them.
+How tokens are drawn from the logits stands in `drafter_service.drawing`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from core.config import DrafterPoolConfig
 from core.embedded import resolve_model
 from core.errors import ConfigError
 from core.model import RaggedModel, Row
-from core.processors import History, HistoryRow, apply_history
-from core.sampling import NO_TOKEN, draw, process_logits
-from core.types import ModelIdentity, Rule, SparseDistribution
-from drafter_service.distributions import Distributions
+from core.types import ModelIdentity
 from drafter_service.drafters.base import Draft, Drafter, DrafterOptions, DraftJob, read_options
+from drafter_service.drawing import DraftDrawer, DraftInProgress
 
 #: Looking for a prefix to copy is for prompts, not for the few tokens of a catch-up.
 _MIN_REUSED_TOKENS = 32
@@ -47,40 +41,6 @@ class DraftModelOptions(DrafterOptions):
     top_q: int = Field(64, ge=1)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A draft in the making; `is_done` when nothing more is to be drawn for it."""
-
-    job: DraftJob
-    history: History | None
-    token_ids: list[int]
-    distributions: list[SparseDistribution]
-    is_done: bool
-
-    @property
-    def has_distributions(self) -> bool:
-        """Whether the rule looks at them. At temperature 0 a draft is deterministic, and only
-        ENSEMBLE mixes the distribution at temperature 1 with the target's, as transformers does."""
-        sampling = self.job.sampling
-        needed = sampling.rule.needs_distributions
-        return needed and (sampling.temperature > 0 or sampling.rule is Rule.ENSEMBLE)
-
-    def add(self, token_id: int, distribution: SparseDistribution | None = None) -> None:
-        """Append what was drawn; NO_TOKEN (logits that are not numbers) ends the draft early."""
-        self.is_done = token_id == NO_TOKEN or len(self.token_ids) + 1 >= self.job.num_draft_tokens
-        if token_id == NO_TOKEN:
-            return
-        self.token_ids.append(token_id)
-        if distribution is not None:
-            self.distributions.append(distribution)
-        if self.history is not None and not self.is_done:
-            self.history.extend([token_id])
-
-    def end(self) -> Draft:
-        """The draft."""
-        return Draft(tuple(self.token_ids), tuple(self.distributions))
-
-
 class DraftModelDrafter(Drafter):
     """Drafts with a RaggedModel: greedy, coupled with the target through shared noise, or sampled
     from distributions that come with the draft."""
@@ -91,8 +51,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, model: RaggedModel, prefill_chunk: int = 256, top_q: int = 64) -> None:
         self._model = model
         self._prefill_chunk = prefill_chunk
-        self._top_q = top_q
-        self._histories: dict[int, History] = {}
+        self._drawer = DraftDrawer(model.vocab_size, model.tokenizer_size, top_q)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -119,10 +78,7 @@ class DraftModelDrafter(Drafter):
         """See `Drafter.draft`. Raises what the model raises."""
         for job in jobs:
             self._align(job)
-        drafts = [
-            _Draft(job, self._history(job), [], [], is_done=job.num_draft_tokens == 0)
-            for job in jobs
-        ]
+        drafts = [self._drawer.begin(job) for job in jobs]
         self._catch_up(drafts)
         while drawing := [draft for draft in drafts if not draft.is_done]:
             for start in range(0, len(drawing), self._model.max_batch_tokens):
@@ -136,7 +92,7 @@ class DraftModelDrafter(Drafter):
 
     def close(self, sequence: int) -> None:
         """Free a sequence's slot; the model may keep its tokens for others to copy."""
-        self._histories.pop(sequence, None)
+        self._drawer.close(sequence)
         if self._model.cache.is_open(sequence):
             self._model.close(sequence)
 
@@ -159,21 +115,7 @@ class DraftModelDrafter(Drafter):
         if len(job.token_ids) - agreed > _MIN_REUSED_TOKENS:
             self._model.reuse_prefix(job.sequence, job.token_ids[agreed:])
 
-    def _history(self, job: DraftJob) -> History | None:
-        """What the job's parameters look back at, if they do: exactly the job's tokens, of which
-        those that are unchanged stand before the last draft, if there was one."""
-        if not History.needed(job.sampling):
-            return None
-        history = self._histories.get(job.sequence)
-        if history is None or history.params != job.sampling:
-            history = History(job.sampling, self._model.vocab_size)
-            self._histories[job.sequence] = history
-        agreed = min(job.num_unchanged, len(history), len(job.token_ids))
-        history.truncate(agreed)
-        history.extend(job.token_ids[agreed:])
-        return history
-
-    def _catch_up(self, drafts: Sequence[_Draft]) -> None:
+    def _catch_up(self, drafts: Sequence[DraftInProgress]) -> None:
         """Run every job's missing tokens, in as few forwards as `max_batch_tokens` allows, and
         draw the first token of each draft."""
         while behind := [d for d in drafts if self._length(d.job) < len(d.job.token_ids)]:
@@ -191,47 +133,11 @@ class DraftModelDrafter(Drafter):
                     break
             self._run(rows, drawing)
 
-    def _run(self, rows: Sequence[Row], drawing: Sequence[_Draft]) -> None:
+    def _run(self, rows: Sequence[Row], drawing: Sequence[DraftInProgress]) -> None:
         """One forward; every `drawing` draft, in the order of the rows, gets its next token."""
         logits = self._model.forward(rows)  # [len(drawing), vocab_size]
-        looking_back = [
-            HistoryRow(draft.history, row)
-            for row, draft in enumerate(drawing)
-            if draft.history is not None
-        ]
-        apply_history(logits, looking_back)
-        logits = logits[:, : self._model.tokenizer_size]  # what is beyond is padding
-        drawn = [i for i, draft in enumerate(drawing) if not draft.has_distributions]
-        if drawn:
-            self._draw(_rows(logits, drawn), [drawing[i] for i in drawn])
-        sampled = [i for i, draft in enumerate(drawing) if draft.has_distributions]
-        if sampled:
-            self._sample(_rows(logits, sampled), [drawing[i] for i in sampled])
-
-    def _draw(self, logits: Tensor, drafts: Sequence[_Draft]) -> None:
-        """Each draft's next token as the target would draw it."""
-        params = [draft.job.sampling for draft in drafts]
-        positions = [self._length(draft.job) for draft in drafts]
-        for draft, token_id in zip(drafts, draw(logits, params, positions).tolist(), strict=True):
-            draft.add(token_id)
-
-    def _sample(self, logits: Tensor, drafts: Sequence[_Draft]) -> None:
-        """Each draft's next token from its own distribution, which is kept beside it."""
-        params = [draft.job.sampling for draft in drafts]
-        distributions = Distributions.of(process_logits(logits, params), self._top_q)
-        sampled = distributions.sample(
-            [each.seed for each in params],
-            [len(draft.job.token_ids) for draft in drafts],
-            [len(draft.token_ids) for draft in drafts],
-        ).tolist()
-        likeliest = distributions.likeliest().tolist()
-        for i, (draft, distribution) in enumerate(zip(drafts, distributions.sparse(), strict=True)):
-            draft.add(sampled[i] if params[i].temperature > 0 else likeliest[i], distribution)
-
-
-def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Some rows of `[n, V]`; all of them without a copy."""
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+        if drawing:
+            self._drawer.add(logits, drawing)
 
 
 def create_draft_model(config: DrafterPoolConfig) -> DraftModelDrafter:
