@@ -6,7 +6,7 @@ a row awaits each call. Knows nothing of any row.
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -69,6 +69,26 @@ class Bench:
             await stack.generate(self.fresh(prompts.CHAT[:1])[0], 4)
             self._stacks[is_adaptive] = stack
         return self._stacks[is_adaptive]
+
+    @contextlib.asynccontextmanager
+    async def stack_of(self, config: Config) -> AsyncIterator[Stack]:
+        """Our services with another configuration, for as long as a row needs them."""
+        self._say("starting " + ", ".join(pool.kind for pool in config.drafter_pools))
+        stack = await Stack.start(_with_local_models(config), self.target_core, self.other_core)
+        try:
+            yield stack
+        finally:
+            await stack.stop()
+
+    @contextlib.asynccontextmanager
+    async def peer_of(self, path: str, dtype: str) -> AsyncIterator[Process]:
+        """transformers with another target, for as long as a row needs it."""
+        process = await Process.start("peer-of", "benchmarks.peer", core=self.target_core)
+        try:
+            await process.call("load", path=path, dtype=dtype)
+            yield process
+        finally:
+            await process.stop()
 
     async def peer(self) -> Process:
         """transformers; see `benchmarks.peer`."""

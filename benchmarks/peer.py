@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.assisted import Assisted
 from benchmarks.worker import serve
 
 
@@ -20,10 +21,12 @@ class Peer:
     def __init__(self) -> None:
         self._model: PreTrainedModel | None = None
         self._pad_id = 0
+        self._path = ""
+        self._assisted: Assisted | None = None
 
     def load(self, path: str, dtype: str) -> None:
         """Load the checkpoint the way its users do."""
-        self._model = load_stock(path, dtype)
+        self._model, self._path = load_stock(path, dtype), path
         config = self._model.generation_config
         pad, eos = config.pad_token_id, config.eos_token_id
         self._pad_id = pad if pad is not None else (eos[0] if isinstance(eos, list) else eos or 0)
@@ -52,6 +55,17 @@ class Peer:
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "token_ids": output[:, width:].tolist()}
 
+    def assist(self, method: str, num_draft_tokens: int, **options: Any) -> None:
+        """Set up assisted generation; see `benchmarks.assisted`."""
+        assert self._model is not None
+        options["target"] = self._path
+        self._assisted = Assisted(self._model, method, num_draft_tokens, **options)
+
+    def generate_assisted(self, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+        """What `Assisted.generate` gives."""
+        assert self._assisted is not None
+        return self._assisted.generate(prompt, max_new_tokens)
+
     @torch.inference_mode()
     def margin(self, token_ids: list[int]) -> float:
         """Difference of the two largest logits behind the tokens."""
@@ -72,4 +86,12 @@ def load_stock(path: str, dtype: str) -> PreTrainedModel:
 
 if __name__ == "__main__":
     peer = Peer()
-    serve({"load": peer.load, "generate": peer.generate, "margin": peer.margin})
+    serve(
+        {
+            "load": peer.load,
+            "generate": peer.generate,
+            "margin": peer.margin,
+            "assist": peer.assist,
+            "generate_assisted": peer.generate_assisted,
+        }
+    )

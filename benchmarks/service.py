@@ -35,10 +35,12 @@ async def _verifier(config: Config) -> None:
     from prometheus_client import CollectorRegistry
 
     from core.metrics import MetricsServer
+    from orchestrator.attaching import attacher
     from verifier_service.server import serve_verifier
 
     registry = CollectorRegistry()
-    server = await serve_verifier(config.target, config.verifier, registry)
+    attach = attacher(config.attached_pools)
+    server = await serve_verifier(config.target, config.verifier, registry, attach)
     metrics = MetricsServer(registry, 0)
     print(metrics.address, server.address, flush=True)
     await server.wait()

@@ -75,11 +75,13 @@ class Stack:
             verifier = await _start("verifier", config, target_core, processes)
             drafters = {
                 pool.name: await _start(f"drafter:{pool.name}", config, other_core, processes)
-                for pool in config.drafter_pools
+                for pool in config.remote_pools
             }
             *_, metrics, verifier_address = (await verifier.hear()).split()
             pools = [
                 pool.model_copy(update={"addresses": [await _address(drafters[pool.name])]})
+                if pool.name in drafters
+                else pool
                 for pool in config.drafter_pools
             ]
             settings = config.orchestrator.model_copy(

@@ -53,6 +53,10 @@ class RaggedContext:
         queries over everything each row has there. Returns `[1, T, H * r, D]`."""
         if self._cache.layers[layer].source == layer:
             self._write(layer, key[0], value[0])
+        return self.read(layer, query, options)
+
+    def read(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend over what the cache holds of a layer, without writing; shapes as `attend`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         is_fixed = keys.dtype == torch.bfloat16 and keys.device.type == "cpu"
         if is_fixed not in self._groups:

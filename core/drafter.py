@@ -77,7 +77,7 @@ class Drafter(ABC):
 
     kind: ClassVar[str]
     #: True when drafts come with distributions wherever the job's rule needs them.
-    has_distributions: ClassVar[bool] = False
+    has_distributions: bool = False
     #: True when `draft` takes microseconds, so that the server may call it on its event loop.
     runs_inline: ClassVar[bool] = False
 

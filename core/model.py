@@ -7,13 +7,12 @@ builds none. Models whose state cannot be rolled back are refused at load. Knows
 rules or services. Not thread-safe: one thread calls it.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers import AttentionInterface
 
 from core import model_facts
 from core.attention import AttentionOptions, ProbeContext, RaggedContext
@@ -22,11 +21,11 @@ from core.batch import Row as Row
 from core.config import ModelConfig
 from core.errors import ModelError
 from core.kv_cache import SlotCache
+from core.loading import ATTENTION, load_network, load_tokenizer
 from core.packing import pack_linears, watch_inputs
-from core.tokenizer import Tokenizer
 from core.types import ModelIdentity
 
-_ATTENTION = "forerun"
+_ATTENTION = ATTENTION
 #: Keywords that attention gets and may ignore: dropout is off, the rest does not change scores.
 _HARMLESS = {
     *("dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "return_dict"),
@@ -61,7 +60,7 @@ def _attention(
     return forerun_context.attend(module.layer_idx, query, key, value, options), None
 
 
-AttentionInterface.register(_ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, _attention)
 
 
 def _check_call(module: Any, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
@@ -86,18 +85,19 @@ class RaggedModel:
         tokenizer: the checkpoint's, None without one.
         eos_token_ids, default_sampling: from the model's generation config.
         cache: the slots.
-        network: the transformers model. device: where its inputs go.
+        network: the transformers model. device: where its inputs go. num_layers: its layers.
         spans: where the tokens of the last forward lie, by sequence.
     """
 
     def __init__(self, config: ModelConfig, model: Any) -> None:
         """Use `load`. `model` is a transformers model that uses our attention function."""
-        text = model.config.get_text_config()
+        self._text = text = model.config.get_text_config()
         self.network = self._model = model
         self.device = self._device = _input_device(model)
         self.spans: dict[int, Span] = {}
         self.max_length = min(config.max_length, model_facts.max_length(text))
         self.max_sequences = config.max_sequences
+        self.num_layers: int = text.num_hidden_layers
         self.max_batch_tokens = config.max_batch_tokens
         probe = ProbeContext()
         try:
@@ -112,7 +112,7 @@ class RaggedModel:
             pack_linears(model, groups)
         self.cache = SlotCache(probe.layers, config.max_sequences, self.max_length)
         self._limits = BatchLimits(config.max_batch_tokens, self.max_length, self.vocab_size)
-        self.tokenizer = tokenizer = _load_tokenizer(config)
+        self.tokenizer = tokenizer = load_tokenizer(config)
         self.tokenizer_size = min(self.vocab_size, tokenizer.size if tokenizer else self.vocab_size)
         fingerprint = tokenizer.fingerprint if tokenizer else ""
         self.identity = ModelIdentity(config.model, self.vocab_size, fingerprint)
@@ -123,35 +123,14 @@ class RaggedModel:
             self._rehearse()
 
     @classmethod
-    def load(cls, config: ModelConfig) -> Self:
-        """Load a checkpoint. Raises ModelError that names what is wrong."""
+    def load(cls, config: ModelConfig, num_layers: int = 0) -> Self:
+        """Load a checkpoint, or only its first `num_layers` layers.
+
+        Raises ModelError that names what is wrong.
+        """
         if config.threads:
             torch.set_num_threads(config.threads)
-        path, options = _source(config)
-        try:
-            model_config = AutoConfig.from_pretrained(path, **options)
-            model_facts.check_config(model_config)
-            placement: dict[str, Any] = {"device_map": config.device_map}
-            if config.max_memory:  # TOML keys are text, accelerate names GPUs by number
-                memory = {int(k) if k.isdigit() else k: v for k, v in config.max_memory.items()}
-                placement["max_memory"] = memory
-            if config.offload_folder:
-                placement["offload_folder"] = config.offload_folder
-            if config.gguf_file:  # packed GGUF products need kernels from the network
-                placement["quantization_config"] = GgufConfig(dequantize=True)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=config.dtype, attn_implementation=_ATTENTION, **placement, **options
-            )
-        except KeyError as error:  # old model code picks its attention from a list of its own
-            reason = "its attention cannot be replaced" if _ATTENTION in error.args else repr(error)
-            raise ModelError(f"model: {config.model} cannot be loaded: {reason}") from error
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            raise ModelError(f"model: {config.model} cannot be loaded: {error}") from error
-        model.eval()
-        hook = getattr(model, "_hf_hook", None)
-        if hook is not None:  # the head may be on another device than the inputs
-            hook.skip_keys = [*_as_list(hook.skip_keys), "logits_to_keep"]
-        return cls(config, model)
+        return cls(config, load_network(config, num_layers))
 
     # ------------------------------------------------------------ sequences
 
@@ -179,12 +158,13 @@ class RaggedModel:
     # ------------------------------------------------------------ forward
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> Tensor:
-        """Run all tokens of all rows at once.
+    def forward(self, rows: Sequence[Row], num_layers: int = 0) -> Tensor:
+        """Run all tokens of all rows at once, through the first `num_layers` layers (0: all).
 
         Returns fp32 logits `[sum of num_logits, vocab_size]`, rows in the given order, on the
         head's device. Raises InvalidRequestError, with nothing changed, for a row that does not
-        fit; after any other error the rows are as if cut to their positions.
+        fit; after any other error the rows are as if cut to their positions. What fewer layers than
+        all have computed must be cut off again by the caller: the others lack it.
         """
         check_rows(rows, self.cache, self._limits)
         for row in rows:
@@ -193,10 +173,34 @@ class RaggedModel:
         layout = lay_out(rows, slots)
         self.spans = layout.spans
         context = RaggedContext(self.cache, layout.segments)
-        logits = self._run(layout.token_ids, layout.positions, layout.logit_indices, context)
+        self._text.num_hidden_layers = num_layers or self.num_layers  # model code looks it up
+        try:
+            logits = self._run(layout.token_ids, layout.positions, layout.logit_indices, context)
+        finally:
+            self._text.num_hidden_layers = self.num_layers
         for row in rows:
             self.cache.extend(row.sequence, row.token_ids)
         return logits
+
+    def can_exit_early(self, num_layers: int) -> bool:
+        """Whether the model's code runs only the first layers when `forward` is told to."""
+        layers = getattr(self.network.get_decoder(), "layers", ())
+        if not 0 < num_layers < len(layers):
+            return False
+        calls: list[int] = []
+        hooks = [
+            layers[index].register_forward_hook(lambda *_, index=index: calls.append(index))
+            for index in (num_layers - 1, num_layers)
+        ]
+        self.open(0)
+        try:
+            self.forward([Row(0, 0, [0], 1)], num_layers)
+        finally:
+            self.truncate(0, 0)
+            self.close(0)
+            for hook in hooks:
+                hook.remove()
+        return calls == [num_layers - 1]
 
     def _run(
         self,
@@ -236,9 +240,10 @@ class RaggedModel:
             every = [*range(2 * half)]
             theirs = self._run(token_ids, every, every, None)
         finally:
-            text._attn_implementation = _ATTENTION
+            text._attn_implementation = ATTENTION
+        theirs = theirs[:, known := theirs[0] != -torch.inf]  # a narrowed head leaves others out
         for ours, reference in ((first, theirs[:half]), (second, theirs[half:])):
-            if not (ours - reference).abs().mean() <= 0.25 * reference.std():  # NaN is wrong too
+            if not (ours[:, known] - reference).abs().mean() <= 0.25 * reference.std():  # or NaN
                 raise ModelError(
                     f"model: {text.model_type} does more around attention than forerun can see"
                 )
@@ -256,37 +261,9 @@ class RaggedModel:
             self.close(sequence)
 
 
-def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Where to load from, and the options that loading the config and the weights share."""
-    path = os.path.expanduser(config.model)
-    is_path = path.startswith(("/", ".")) or os.path.exists(path)
-    if is_path and not os.path.isdir(path):
-        raise ModelError(f"model: {config.model}: no such directory")
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if is_path:  # never ask a network about a path; for names, HF_HUB_OFFLINE says
-        options["local_files_only"] = True
-    if config.gguf_file:
-        options["gguf_file"] = config.gguf_file
-    return path, options
-
-
-def _load_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None for a directory that has none."""
-    path = os.path.expanduser(config.model)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    has_files = any(os.path.exists(os.path.join(path, name)) for name in names)
-    if os.path.isdir(path) and not config.gguf_file and not has_files:
-        return None
-    return Tokenizer.load(config.model, config.gguf_file, config.trust_remote_code)
-
-
 def _input_device(model: Any) -> torch.device:
     """Where the embedding runs: inputs put there keep the outputs on the devices too."""
     embedding = model.get_input_embeddings()
     hook = getattr(embedding, "_hf_hook", None)
     device = embedding.weight.device if hook is None else hook.execution_device
     return torch.device(device if device is not None else embedding.weight.device)
-
-
-def _as_list(keys: str | list[str] | None) -> list[str]:
-    return [keys] if isinstance(keys, str) else list(keys or ())

@@ -27,6 +27,7 @@ class Tokenizer:
         text_ids: the ids that `decode` turns into text, i.e. all but the special ones.
         byte_ids: ids of single bytes whose decoding depends on the whole run of them that they
             stand in (sentencepiece's byte fallback); empty for byte-level tokenizers.
+        special_ids: the special tokens by their content.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,8 +38,10 @@ class Tokenizer:
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
+        self.special_ids = {added[token_id].content: token_id for token_id in special}
         decoder = self._backend.decoder
-        falls_back = decoder is not None and b"ByteFallback" in decoder.__getstate__()
+        self._decoder_state = b"" if decoder is None else decoder.__getstate__()
+        falls_back = b"ByteFallback" in self._decoder_state
         self.size = max(vocab.values()) + 1
         self.fingerprint = hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
         self.text_ids = frozenset(vocab.values()) - special
@@ -78,13 +81,43 @@ class Tokenizer:
         """The tokenizer as the `tokenizers` library writes it, for libraries that read that."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens the model puts around one."""
-        return list(self._backend.encode(text).ids)
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens the model puts around one unless told not to."""
+        return list(self._backend.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids. Special tokens and ids that are in no vocabulary give none."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text in whose middle it stands, UTF-8, by id.
+
+        Nothing for special tokens and ids that are not used. Takes a fraction of a second.
+        """
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        is_byte_level = b"ByteLevel" in self._decoder_state
+        added = self._backend.get_added_tokens_decoder()
+        found = [b""] * self.size
+        others = []
+        for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            if token_id not in self.text_ids:
+                continue
+            if token_id in added:
+                found[token_id] = token.encode()
+            elif token_id in self.byte_ids:
+                found[token_id] = bytes([int(token[3:5], 16)])
+            elif is_byte_level and all(character in byte_of for character in token):
+                found[token_id] = bytes(byte_of[character] for character in token)
+            else:
+                others.append(token_id)
+        # Elsewhere a token's text may depend on whether it stands first: let another stand there.
+        first = self.encode("a", special_tokens=False)[-1:]
+        texts = self._backend.decode_batch([first, *([*first, token_id] for token_id in others)])
+        for token_id, text in zip(others, texts[1:], strict=True):
+            found[token_id] = text.removeprefix(texts[0]).encode()
+        return found
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation, up to where the assistant's next turn begins.

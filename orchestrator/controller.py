@@ -15,35 +15,73 @@ MAX_DRAFT_TOKENS = 64
 _MIN_CHANCE = 0.02
 
 
-class Acceptance:
-    """How likely a sequence's draft tokens are accepted, from its own recent history.
+class Rate:
+    """How often something is so, of late. `prior` is believed like `prior_weight` observations."""
 
-    Two numbers: the chance of the first draft token, and of each further one when those before it
-    were accepted (for prompt lookup they differ much: once a copy is right it stays right). Steps
-    without a draft let both drift back to the optimistic start, so that drafting is tried again.
+    def __init__(self, prior: "float | Rate", prior_weight: float, keep: float) -> None:
+        self._prior, self._prior_weight, self._keep = prior, prior_weight, keep
+        self._hits = self._count = 0.0
+
+    @property
+    def value(self) -> float:
+        """Between 0 and 1."""
+        prior = self._prior.value if isinstance(self._prior, Rate) else self._prior
+        return (self._hits + self._prior_weight * prior) / (self._count + self._prior_weight)
+
+    def observe(self, is_hit: bool) -> None:
+        """Take in one observation; older ones fade."""
+        self._hits = self._keep * self._hits + is_hit
+        self._count = self._keep * self._count + 1
+
+    def forget(self, share: float) -> None:
+        """Go back towards the prior."""
+        self._hits *= 1 - share
+        self._count *= 1 - share
+
+
+class Acceptance:
+    """How likely draft tokens are accepted: a sequence's, or lately those of a whole pool.
+
+    Two rates: that of the first draft token, and that of each further one when those before it
+    were accepted (for prompt lookup they differ much: once a copy is right it stays right). A
+    sequence expects what its pool's sequences get until it knows better, and tells the pool what it
+    gets; a pool begins hopeful. A step without a draft makes
+    what is known a little less certain, so that drafting is tried again.
     """
 
-    _START, _WEIGHT, _DRIFT = 0.6, 0.12, 0.01
+    _HOPE = 0.6
 
-    def __init__(self) -> None:
-        self.first = self._START
-        self.further = self._START
+    def __init__(self, pool: "Acceptance | None" = None) -> None:
+        self._pool, self._forgetting = pool, 0.01
+        self.first: Rate = Rate(pool.first if pool else self._HOPE, 2, 0.93)
+        self.further: Rate = Rate(pool.further if pool else self._HOPE, 2, 0.93)
+
+    @classmethod
+    def of_pool(cls) -> "Acceptance":
+        """That of a pool: of many sequences at once, so each weighs little."""
+        acceptance = cls()
+        acceptance._forgetting = 0.0005
+        acceptance.first = Rate(cls._HOPE, 4, 0.99)
+        acceptance.further = Rate(cls._HOPE, 4, 0.99)
+        return acceptance
 
     def observe(self, num_draft_tokens: int, accepted: int) -> None:
         """Take in one verdict."""
+        if self._pool is not None:
+            self._pool.observe(num_draft_tokens, accepted)
         if num_draft_tokens == 0:
-            self.first += self._DRIFT * (self._START - self.first)
-            self.further += self._DRIFT * (self._START - self.further)
+            self.first.forget(self._forgetting)
+            self.further.forget(self._forgetting)
             return
-        self.first += self._WEIGHT * ((accepted > 0) - self.first)
+        self.first.observe(accepted > 0)
         for _ in range(accepted - 1):
-            self.further += self._WEIGHT * (1.0 - self.further)
+            self.further.observe(True)
         if 0 < accepted < num_draft_tokens:
-            self.further -= self._WEIGHT * self.further
+            self.further.observe(False)
 
     def chance(self, j: int) -> float:
         """Chance that the first `j` (at least 1) draft tokens are all accepted."""
-        return float(self.first * self.further ** (j - 1))
+        return self.first.value * self.further.value ** (j - 1)
 
 
 class VerifyCost:

@@ -27,9 +27,11 @@ from core.types import (
     VerifierInfo,
 )
 from orchestrator.clients import DrafterClient
+from orchestrator.controller import Acceptance
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica, explain_mismatch
 from orchestrator.requests import Health, PoolStatus, ReplicaSpec
+from orchestrator.routing import Router, traffic_of
 
 log = structlog.get_logger()
 
@@ -78,8 +80,12 @@ class Drafting:
         retell: Callable[[Sequence], None],
     ) -> None:
         self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens, c.attached) for c in configs}
+        self._acceptances = {c.name: Acceptance.of_pool() for c in configs}
         self._fallback_pool = fallback_pool
         self.default_pool = default_pool or next(iter(self.pools), "")
+        routed = [name for name in self.pools if name != fallback_pool]
+        self._router = Router([default_pool] if default_pool else routed)
+        self._since: dict[int, tuple[float, int]] = {}  # sequence -> when, at how many tokens
         self._sequences = sequences
         self._num_ids = 0
         self._clock = clock
@@ -126,11 +132,11 @@ class Drafting:
         """Give a sequence a drafter if it wants one and there is one."""
         if sequence.no_draft_cause or sequence.has_drafter:
             return
-        pool = self.pools.get(sequence.request.speculation.drafter or self.default_pool)
         is_ensemble = sequence.request.sampling.rule is Rule.ENSEMBLE
+        pool = self._pool_for(sequence, is_ensemble)
         if pool is not None and pool.is_attached:
             sequence.near.use(pool.name, pool.max_draft_tokens, is_fallback=False)
-            sequence.stats.drafter = pool.name
+            self._enter(sequence, pool)
             return
         if fallback := self.pools.get(self._fallback_pool):
             sequence.near.use(fallback.name, fallback.max_draft_tokens, is_fallback=True)
@@ -142,11 +148,42 @@ class Drafting:
         opened = sequence.open_drafter(
             replica.replica_id, self._limit(pool, replica), self._clock()
         )
-        sequence.stats.drafter = pool.name
+        self._enter(sequence, pool)
         self._outbox(replica).opens.append(opened)
         sequence.needs = replica.needs
         if sequence.needs and sequence.is_open:
             self._retell(sequence)
+
+    def _pool_for(self, sequence: Sequence, is_ensemble: bool) -> Pool | None:
+        """The pool the request names, or else the one that did best for its kind of traffic."""
+        if sequence.request.speculation.drafter:
+            return self.pools.get(sequence.request.speculation.drafter)
+        available = [
+            name
+            for name, pool in self.pools.items()
+            if pool.is_attached or pool.choose(is_ensemble) is not None
+        ]
+        if sequence.stats.drafter in available:  # as long as it can, it stays where it is
+            return self.pools[sequence.stats.drafter]
+        available = [name for name in available if name in self._router.pools]
+        if not available:
+            return self.pools.get(self.default_pool)
+        return self.pools[self._router.choose(traffic_of(sequence.request), available)]
+
+    def _report(self, sequence: Sequence) -> None:
+        """Tell the router what a sequence got with its pool."""
+        if sequence.id in self._since:
+            began_at, num_tokens = self._since.pop(sequence.id)
+            seconds, gained = self._clock() - began_at, sequence.num_generated - num_tokens
+            traffic = traffic_of(sequence.request)
+            self._router.observe(traffic, sequence.stats.drafter, gained, seconds)
+
+    def _enter(self, sequence: Sequence, pool: Pool) -> None:
+        """The sequence drafts with a pool from now on: what others got there is its best guess."""
+        if sequence.stats.drafter != pool.name:
+            self._report(sequence)
+            sequence.stats.drafter = pool.name
+            sequence.acceptance = Acceptance(self._acceptances[pool.name])
 
     def commit(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Tell the sequence's drafter what was committed, or find it one."""
@@ -166,6 +203,7 @@ class Drafting:
 
     def take(self, sequence: Sequence, verdict: Verdict) -> None:
         """Keep the draft that came with a verdict, once it is committed."""
+        self._since.setdefault(sequence.id, (self._clock(), sequence.num_generated))
         sequence.take_attached(verdict, self._num_ids)
 
     def count(self, source: str, num_draft_tokens: int, num_accepted: int) -> None:
@@ -175,6 +213,7 @@ class Drafting:
 
     def detach(self, sequence: Sequence) -> None:
         """Let the sequence's drafter forget it."""
+        self._report(sequence)
         if sequence.drafter is None:
             return
         _, replica = self._replicas[sequence.drafter]

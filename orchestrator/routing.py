@@ -8,10 +8,13 @@ random numbers. Per kind of traffic it is a bandit with a floor:
        turn, so that a pool that became better, or fits again, is noticed;
     3. else the pool with the most committed tokens per second, of several the first in order.
 
-Speeds are means of what was observed, by tokens, and fade: a change is half believed after
-256 tokens. A request that hung weighs as one slow request, however long it took.
+What was observed lies at different times, and a rush slows all pools alike. So a speed is two
+factors, the moment's, common to all, and the pool's, and each observation corrects both:
+
+    log(tokens / second) = load + log_speed[traffic, pool]
 """
 
+import math
 from bisect import bisect
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,12 @@ from typing import Final, NamedTuple
 from orchestrator.requests import GenerationRequest
 
 _NUM_TRIALS: Final = 3
-_HALF_LIFE_TOKENS: Final = 256
+#: A surprise is half believed after so many tokens. This part of it is laid to the pool, the rest
+#: to the load, which all requests correct and a pool only its own.
+_HALF_LIFE_TOKENS: Final = 170
+_OWN_PART: Final = 1 / 3
+#: A request that hung weighs as one that was slower by this factor (a logarithm), not by its hours.
+_MAX_SURPRISE: Final = 1.0
 #: Prompt lengths at which another class begins: prompt lookup lives on long ones.
 _PROMPT_CLASSES: Final = (256, 1024)
 
@@ -35,7 +43,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(request: GenerationRequest) -> Traffic:
-    """The kind of a request; of two dozen at most."""
+    """The kind of a request, one of two dozen."""
     return Traffic(
         is_greedy=request.sampling.temperature == 0,
         needs_distributions=request.sampling.rule.needs_distributions,
@@ -50,19 +58,7 @@ class _Arm:
 
     num_chosen: int = 0
     turns: float = 0.0
-    _sum: float = 0.0
-    _weight: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second; 0 while nothing was observed."""
-        return self._sum / self._weight if self._weight else 0.0
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Fade what is known by what is new; the first observations count in full."""
-        keep = 0.5 ** (max(1, num_tokens) / _HALF_LIFE_TOKENS)
-        self._sum = keep * self._sum + (1 - keep) * num_tokens / seconds
-        self._weight = keep * self._weight + (1 - keep)
+    log_speed: float = -math.inf  # nothing was observed yet
 
     def choose(self) -> None:
         """It gets a request. One that is chosen anyway saves up no turns and owes none."""
@@ -79,9 +75,10 @@ class Router:
     """
 
     def __init__(self, pools: Sequence[str], floor: float = 0.05) -> None:
-        self._pools = tuple(pools)
+        self.pools = tuple(pools)
         self._floor = min(floor, 1 / max(1, len(pools)))
         self._arms: dict[Hashable, dict[str, _Arm]] = {}
+        self._load = 0.0  # the higher, the faster everything
 
     def choose(self, traffic: Hashable, available: Collection[str]) -> str:
         """The pool for the next request of this kind, one of `available`.
@@ -101,16 +98,25 @@ class Router:
         """Take in what a request of this kind, finished or not, got with this pool since it was
         last reported: committed tokens and the seconds they took. Unknown pools are ignored."""
         arm = self._of(traffic).get(pool)
-        if arm is not None and seconds > 0:
-            arm.observe(num_tokens, seconds)
+        if arm is None or seconds <= 0:
+            return
+        num_tokens = max(1, num_tokens)
+        log_rate = math.log(num_tokens / seconds)
+        if arm.log_speed == -math.inf:
+            arm.log_speed = log_rate - self._load
+            return
+        surprise = max(-_MAX_SURPRISE, log_rate - self._load - arm.log_speed)
+        believed = 1 - 0.5 ** (num_tokens / _HALF_LIFE_TOKENS)
+        arm.log_speed += _OWN_PART * believed * surprise
+        self._load += (1 - _OWN_PART) * believed * min(_MAX_SURPRISE, surprise)
 
     def speed(self, traffic: Hashable, pool: str) -> float:
-        """Tokens per second expected of a pool of this router; 0 while unknown."""
-        return self._of(traffic)[pool].speed
+        """Tokens per second expected now of a pool of this router; 0 while unknown."""
+        return math.exp(self._load + self._of(traffic)[pool].log_speed)
 
     def _of(self, traffic: Hashable) -> dict[str, _Arm]:
         if traffic not in self._arms:
-            self._arms[traffic] = {name: _Arm() for name in self._pools}
+            self._arms[traffic] = {name: _Arm() for name in self.pools}
         return self._arms[traffic]
 
 
@@ -122,4 +128,4 @@ def _next(arms: dict[str, _Arm]) -> str:
     most_due = max(arms, key=lambda name: arms[name].turns)
     if arms[most_due].turns >= 1:
         return most_due
-    return max(arms, key=lambda name: arms[name].speed)
+    return max(arms, key=lambda name: arms[name].log_speed)

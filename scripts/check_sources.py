@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TRANSFORMERS_USERS = {"core/model.py", "core/tokenizer.py", "core/convert.py"}
+TRANSFORMERS_USERS = {
+    *("core/model.py", "core/loading.py", "core/tokenizer.py", "core/convert.py"),
+    *("core/mtp.py", "core/assistant.py", "core/block_diffusion.py"),
+}
 FREE_FOLDERS = ("tests/", "benchmarks/", "examples/")
 PACKAGE_ROOTS = ("protos", "core", "drafter_service", "verifier_service", "orchestrator")
 # Written in pieces, so that this file does not name what it forbids.

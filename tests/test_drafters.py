@@ -23,7 +23,19 @@ MAX_SEQUENCES = 6
 Make = Callable[[], Drafter]
 
 
-@pytest.fixture(params=sorted(REMOTE))
+#: Kinds that need the target's features: what they are told is part of the contract, so their own
+#: files run it with a target beside them.
+NEEDY = {"mtp_assistant", "mtp_layers"} & set(REMOTE)
+
+
+def options(kind: str, model: Path) -> dict[str, object]:
+    """What a kind cannot do without."""
+    return {"early_exit": {"num_layers": 1}, "cross_tokenizer": {"target": str(model)}}.get(
+        kind, {}
+    )
+
+
+@pytest.fixture(params=sorted(set(REMOTE) - NEEDY))
 def make(request: pytest.FixtureRequest, tiny_llama: Path) -> Make:
     """Makes drafters of one kind; those that need a model get a tiny one, read in small chunks."""
     model = ModelConfig(
@@ -31,7 +43,12 @@ def make(request: pytest.FixtureRequest, tiny_llama: Path) -> Make:
     )
 
     def create() -> Drafter:
-        config = DrafterPoolConfig(name="pool", kind=request.param, model=model)
+        config = DrafterPoolConfig(
+            name="pool",
+            kind=request.param,
+            model=model,
+            options=options(request.param, tiny_llama),
+        )
         return create_drafter(config)
 
     return create
@@ -212,5 +229,5 @@ def test_an_unknown_option_is_refused(make: Make, request: pytest.FixtureRequest
 
 def test_an_unknown_kind_is_refused() -> None:
     """The error lists the kinds there are."""
-    with pytest.raises(ConfigError, match=r"drafter_pools\.pool\.kind: .*draft_model, ngram"):
+    with pytest.raises(ConfigError, match=r"drafter_pools\.pool\.kind: .*draft_model, .*ngram"):
         create_drafter(DrafterPoolConfig(name="pool", kind="oracle"))

@@ -24,14 +24,18 @@ _Table = Mapping[str, tuple[str, str]]  # kind -> (module, factory)
 REMOTE: Final[_Table] = MappingProxyType(
     {
         "cross_tokenizer": ("drafter_service.drafters.cross_tokenizer", "create_cross_tokenizer"),
+        "early_exit": ("drafter_service.drafters.early_exit", "create_early_exit"),
         "draft_model": ("drafter_service.drafters.draft_model", "create_draft_model"),
         "hybrid": ("drafter_service.drafters.hybrid", "create_hybrid"),
+        "mtp_assistant": ("drafter_service.drafters.mtp_assistant", "create_mtp_assistant"),
         "ngram": ("drafter_service.drafters.ngram", "NgramDrafter"),
     }
 )
 ATTACHED: Final[_Table] = MappingProxyType(
     {
         "hybrid": ("drafter_service.drafters.hybrid", "attach_hybrid"),
+        "early_exit": ("drafter_service.drafters.early_exit", "attach_early_exit"),
+        "mtp_assistant": ("drafter_service.drafters.mtp_assistant", "attach_mtp_assistant"),
         "ngram": ("drafter_service.drafters.ngram", "attach_ngram"),
     }
 )

@@ -143,7 +143,13 @@ class DraftModelDrafter(Drafter):
 def create_draft_model(config: DrafterPoolConfig) -> DraftModelDrafter:
     """Load the pool's model. Raises ConfigError without one, ModelError if it cannot be served."""
     options = read_options(config, DraftModelOptions)
+    return DraftModelDrafter(load_draft_model(config), options.prefill_chunk, options.top_q)
+
+
+def load_draft_model(config: DrafterPoolConfig, num_layers: int = 0) -> RaggedModel:
+    """The pool's model, or only its first layers. Raises as `create_draft_model` does, and
+    ConfigError when there are not that many layers and at least one more."""
     if config.model is None:
-        raise ConfigError(f"drafter_pools.{config.name}.model: kind 'draft_model' needs a model")
+        raise ConfigError(f"drafter_pools.{config.name}.model: kind {config.kind!r} needs a model")
     model = config.model.model_copy(update={"model": resolve_model(config.model.model)})
-    return DraftModelDrafter(RaggedModel.load(model), options.prefill_chunk, options.top_q)
+    return RaggedModel.load(model, num_layers)
