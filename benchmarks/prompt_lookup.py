@@ -129,7 +129,7 @@ def main() -> None:
     texts = {name: answers(path, tasks, arguments.new_tokens) for name, tasks in sets.items()}
     for k in arguments.draft_tokens:
         drafters: dict[str, Any] = {f"transformers, ngram {n}": theirs(k, n) for n in (2, 3, 4)}
-        for options in ({}, {"min_chance": 0.4}, {"min_chance": 0.0}, {"min_ngram": 2}):
+        for options in ({}, {"min_chance": 0.35}, {"min_chance": 0.0}, {"min_ngram": 2}):
             label = ", ".join(f"{key} {value}" for key, value in options.items()) or "defaults"
             drafters[f"ours, {label}"] = ours(k, **options)
         for name, pairs in texts.items():

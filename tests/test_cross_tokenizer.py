@@ -32,8 +32,16 @@ from tests.test_drafters import (  # the contract of every kind, run here over t
     test_memory_changes_nothing_through_accepts_and_rejections,
     test_the_same_seed_drafts_the_same,
 )
-from tests.tiny_models import TinyFactory, load_reference, save_tiny, save_tokenizer
-from tests.tiny_tokenizers import PAIRS, TEXT, Checkpoints, encode, pool_config, save_model
+from tests.tiny_models import load_reference, save_tiny
+from tests.tiny_tokenizers import (
+    PAIRS,
+    TEXT,
+    Checkpoints,
+    encode,
+    pool_config,
+    pure_bytes,
+    save_model,
+)
 
 __all__ = [
     "test_a_prompt_read_in_chunks_drafts_the_same",
@@ -102,7 +110,7 @@ def test_random_text_never_breaks_a_stream(checkpoint: Checkpoints) -> None:
     """Ids of any kind, in any order, half characters at every end: drafts or none, and every id
     one of the target's."""
     generator = torch.Generator().manual_seed(5)
-    for method, (target, drafter) in itertools.product(("tli", "slem"), PAIRS):
+    for method, (target, drafter) in itertools.product(("tli", "slem"), PAIRS[::2]):
         ours = create_drafter(pool_config(checkpoint(drafter), checkpoint(target), method))
         size = ours.identity.vocab_size
         tokens: list[int] = []
@@ -189,8 +197,8 @@ def test_an_end_of_text_ends_a_text_draft(checkpoint: Checkpoints, tmp_path: Pat
 
 
 def save_twin(target: Path, path: Path) -> Path:
-    """The tiny target's network over the same bytes under other ids."""
-    save_tokenizer(path, other=True)
+    """The network of the target of bytes, over the same bytes under other ids."""
+    pure_bytes(reverse=True).save_pretrained(path)
     ours, theirs = Tokenizer.load(str(target)), Tokenizer.load(str(path))
     shared = Translator(theirs, ours, ours.size).shared
     model, order = load_reference(target), [shared[i] for i in range(len(shared))]
@@ -201,12 +209,10 @@ def save_twin(target: Path, path: Path) -> Path:
     return path
 
 
-async def test_the_text_is_the_targets_own(
-    tiny: TinyFactory, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+async def test_the_text_is_the_targets_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Over real wires, greedy and seeded: as without drafts, whoever drafts; and the target's own
     network with another tokenizer, drafting token by token, is always right."""
-    target = tiny("llama", eos_token_id=300)
+    target = checkpoint("bytes")
     models = {"twin": save_twin(target, tmp_path / "twin"), "random": checkpoint("metaspace")}
     pools = [
         pool(
@@ -228,5 +234,5 @@ async def test_the_text_is_the_targets_own(
                 ids, _, finished = await stack.run(request)
                 assert ids == expected, each.name
                 stats = finished.stats
-                if each.name == "twin-tli":
+                if each.name == "twin-tli" and sampling is GREEDY:
                     assert stats.num_draft_tokens == stats.num_accepted_draft_tokens > 0

@@ -84,6 +84,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "gemma3n_text": (  # the last two layers read the K/V of the first two
         "Gemma3nTextConfig",
         {

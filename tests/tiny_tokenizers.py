@@ -103,9 +103,9 @@ def metaspace(
     return _fast(backend, "<s>", "</s>", bos)
 
 
-def pure_bytes() -> PreTrainedTokenizerFast:
-    """The 256 bytes and two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def pure_bytes(reverse: bool = False) -> PreTrainedTokenizerFast:
+    """The 256 bytes and two special tokens; `reverse` gives the bytes other ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
     vocab = {token: i for i, token in enumerate(["<pad>", "</s>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -28,14 +28,17 @@ REMOTE: Final[_Table] = MappingProxyType(
         "draft_model": ("drafter_service.drafters.draft_model", "create_draft_model"),
         "hybrid": ("drafter_service.drafters.hybrid", "create_hybrid"),
         "mtp_assistant": ("drafter_service.drafters.mtp_assistant", "create_mtp_assistant"),
+        "mtp_layers": ("drafter_service.drafters.mtp_layers", "create_mtp_layers"),
         "ngram": ("drafter_service.drafters.ngram", "NgramDrafter"),
     }
 )
 ATTACHED: Final[_Table] = MappingProxyType(
     {
+        "dflash": ("drafter_service.drafters.dflash", "attach_dflash"),
         "hybrid": ("drafter_service.drafters.hybrid", "attach_hybrid"),
         "early_exit": ("drafter_service.drafters.early_exit", "attach_early_exit"),
         "mtp_assistant": ("drafter_service.drafters.mtp_assistant", "attach_mtp_assistant"),
+        "mtp_layers": ("drafter_service.drafters.mtp_layers", "attach_mtp_layers"),
         "ngram": ("drafter_service.drafters.ngram", "attach_ngram"),
     }
 )

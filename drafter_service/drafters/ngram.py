@@ -10,8 +10,9 @@ for every n up to `max_ngram`. A token costs a few dictionary writes once, a dra
 that were taken back mean a new index; that happens after a failover, not after a rejection.
 
 How far a guess is trusted depends on the evidence: the length of the match, and whether what was
-found was always followed by the same token. What such evidence is worth is learned from every
-token of the answer, drafted or not; a draft goes on while all of it is likely enough.
+found was always followed by the same token. What such evidence is worth in a text is learned from
+each of its tokens, drafted or not; a draft goes on while all of it is likely enough. So a draft is
+a function of the tokens alone.
 """
 
 from collections.abc import Sequence
@@ -30,22 +31,19 @@ _CHANCES: Final = (0.25, 0.5, 0.65, 0.75, 0.8, 0.8, 0.85, 0.9)
 _LONGEST: Final = len(_CHANCES)
 #: So many observations weigh as much as `_CHANCES`.
 _PRIOR_WEIGHT: Final = 8
-#: However many sequences there are, what is right this often is drafted.
-_HIGHEST_BAR: Final = 0.4
 
 
 class NgramOptions(DrafterOptions):
     """`[drafter_pools.options]` of kind "ngram".
 
     A match below `min_ngram` tokens drafts nothing; runs of up to `max_ngram` are indexed. A token
-    is drafted if it and all before it are right with a chance of `min_chance` for each sequence
-    there is: the more rows share a forward, the more does a wasted token cost. 0 drafts all that
-    is wanted.
+    is drafted if it and all before it are right with a chance of at least `min_chance`; 0 drafts
+    all that is wanted.
     """
 
     max_ngram: int = Field(4, ge=1, le=16)
     min_ngram: int = Field(1, ge=1)
-    min_chance: float = Field(0.05, ge=0, le=1)
+    min_chance: float = Field(0.15, ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -67,18 +65,9 @@ class _Match(NamedTuple):
 
 class _Index:
     """The tokens of a sequence, where each of their n-grams was last followed by a token, and how
-    often a match was right. `is_answer`: the tokens to come are the target's, and are learned from.
-    """
+    often a match was right."""
 
-    __slots__ = (
-        "_contested",
-        "_max_ngram",
-        "_min_ngram",
-        "_next",
-        "_seen",
-        "is_answer",
-        "token_ids",
-    )
+    __slots__ = ("_contested", "_max_ngram", "_min_ngram", "_next", "_seen", "token_ids")
 
     def __init__(self, options: NgramOptions) -> None:
         self._min_ngram, self._max_ngram = options.min_ngram, options.max_ngram
@@ -86,13 +75,12 @@ class _Index:
         self._contested: set[tuple[int, ...]] = set()
         self._seen: dict[tuple[int, bool], tuple[int, int]] = {}  # (right, all)
         self.token_ids: list[int] = []
-        self.is_answer = False
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens. The n-grams that end with the last one are not in the index yet."""
         tokens = self.token_ids
         for token in token_ids:
-            if self.is_answer and (match := self.find()) is not None:
+            if (match := self.find()) is not None:
                 key = match.length, match.is_unanimous
                 right, count = self._seen.get(key, (0, 0))
                 self._seen[key] = right + (tokens[match.end] == token), count + 1
@@ -169,12 +157,10 @@ class NgramDrafter(Drafter):
         index = self._up_to_date(job)
         if job.num_draft_tokens == 0:
             return Draft()
-        index.is_answer = True
         match = index.find()
         if match is None:
             return Draft()
-        bar = min(_HIGHEST_BAR, self._options.min_chance * len(self._indexes))
-        length = index.num_likely(match, job.num_draft_tokens, bar)
+        length = index.num_likely(match, job.num_draft_tokens, self._options.min_chance)
         # A continuation that reaches the end of the sequence goes on with the draft itself: a loop.
         continuation = index.token_ids[match.end : match.end + length]
         for i in range(length - len(continuation)):

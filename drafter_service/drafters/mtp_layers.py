@@ -1,0 +1,228 @@
+"""The prediction layers of the target's own checkpoint draft: one token per layer.
+
+They start from the target's last hidden state of each committed token, so they know what it was
+about to say, at the price of one layer. Attached, the states are at hand; on its own the drafter
+gets them over the wire and loads the layers, the embedding and the head, nothing else.
+
+    index i     0 ........... start - 1 | start ...... F - 1 | F = len(token_ids) - 1
+    cache       right at every depth    | run again          |
+    target's hidden states              [held .............. ]  the last token has none yet
+
+An index is right at every depth once all tokens it looks at are committed: the deepest of L layers
+looks at token i + L. So the last L - 1 of the featured indices, whose deeper entries looked at
+drafts, are run again with the next draft, from hidden states that are held as long.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from core.config import DrafterPoolConfig
+from core.drafter import Draft, Drafter, DraftJob, MissingFeaturesError
+from core.embedded import resolve_model
+from core.errors import ConfigError, ModelError
+from core.features import HIDDEN_STATES
+from core.model import RaggedModel
+from core.mtp import MtpLayers, MtpRow
+from core.types import ModelIdentity
+from drafter_service.drafters.base import DrafterOptions, read_options
+from drafter_service.drawing import DraftDrawer, DraftInProgress
+
+
+class MtpLayersOptions(DrafterOptions):
+    """`[drafter_pools.options]` of kind "mtp_layers". `top_q` as for "draft_model"."""
+
+    top_q: int = Field(64, ge=1)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The target's hidden states `[n, D]` of the positions from `start` on."""
+
+    start: int
+    hidden: Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        """Positions from here on have none."""
+        return self.start + (0 if self.hidden is None else len(self.hidden))
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Those of some positions."""
+        assert self.hidden is not None
+        return self.hidden[start - self.start : stop - self.start]
+
+    def drop_before(self, start: int) -> None:
+        """Forget those that will not be needed again."""
+        if self.hidden is not None and start > self.start:
+            self.hidden, self.start = self.hidden[start - self.start :], start
+
+
+class MtpLayersDrafter(Drafter):
+    """Drafts as many tokens as there are prediction layers, at most."""
+
+    kind = "mtp_layers"
+    has_distributions = True
+    needs = (HIDDEN_STATES,)
+
+    def __init__(self, layers: MtpLayers, top_q: int = 64) -> None:
+        self._layers = layers
+        self._drawer = DraftDrawer(layers.vocab_size, layers.tokenizer_size, top_q)
+        self._held: dict[int, _Held] = {}
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """That of the target's checkpoint."""
+        return self._layers.identity
+
+    @property
+    def max_length(self) -> int:
+        """Of the layers' cache."""
+        return self._layers.max_length
+
+    @property
+    def max_sequences(self) -> int:
+        """Of the layers' cache."""
+        return self._layers.max_sequences
+
+    @torch.inference_mode()
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        """See `Drafter.draft`. Raises MissingFeaturesError when a hidden state was not told."""
+        for job in jobs:
+            self._take(job)
+        self._catch_up(jobs)
+        drafts = [self._drawer.begin(job) for job in jobs]
+        drawing = [draft for draft in drafts if not draft.is_done]
+        for first in range(0, len(drawing), self._max_rows):
+            self._draw(drawing[first : first + self._max_rows])
+        return [draft.end() for draft in drafts]
+
+    def close(self, sequence: int) -> None:
+        """Free a sequence's slot."""
+        self._drawer.close(sequence)
+        if self._held.pop(sequence, None) is not None:
+            self._layers.cache.close(sequence)
+
+    @property
+    def _max_rows(self) -> int:
+        return max(1, self._layers.max_batch_tokens // (self._layers.num_layers + 1))
+
+    def _take(self, job: DraftJob) -> None:
+        """Hold the features that came with a job."""
+        features, held = job.features, self._held.get(job.sequence)
+        if features is not None and features.position == 0:
+            self.close(job.sequence)
+            held = None
+        if held is None:
+            self._layers.cache.open(job.sequence)
+            held = self._held[job.sequence] = _Held(0)
+        if features is not None:
+            if features.position != held.stop:
+                raise MissingFeaturesError(f"told of {features.position}, held {held.stop}")
+            parts = [features.values] if held.hidden is None else [held.hidden, features.values]
+            held.hidden = torch.cat(parts)
+        if job.num_draft_tokens and held.stop != len(job.token_ids) - 1:
+            raise MissingFeaturesError(f"{len(job.token_ids)} tokens, {held.stop} told")
+
+    def _catch_up(self, jobs: Sequence[DraftJob]) -> None:
+        """Run every depth over what is committed at every depth, but for the last index, which a
+        draft begins with; in as few runs as `max_batch_tokens` allows."""
+        while True:
+            room, rows = self._layers.max_batch_tokens, []
+            for job in jobs:
+                start = self._num_right(job)
+                stop = min(self._limit(job), self._held[job.sequence].stop - 1, start + room)
+                if stop > start:
+                    rows.append(self._row(job, start, stop))
+                    room -= stop - start
+                if room == 0:
+                    break
+            if not rows:
+                return
+            for depth in range(self._layers.num_layers):
+                hidden = self._layers.run(depth, rows)
+                rows = [
+                    MtpRow(row.sequence, row.start, row.token_ids[1:], each)
+                    for row, each in zip(rows, hidden, strict=True)
+                ]
+            for row in rows:
+                self._held[row.sequence].drop_before(row.start + len(row.hidden))
+
+    def _draw(self, drafts: Sequence[DraftInProgress]) -> None:
+        """Run the last indices at every depth; each depth's last gives the draft a token."""
+        stops = [self._held[draft.job.sequence].stop for draft in drafts]
+        starts = [
+            min(self._num_right(draft.job), stop - 1)
+            for draft, stop in zip(drafts, stops, strict=True)
+        ]
+        rows = [
+            self._row(draft.job, start, stop)
+            for draft, start, stop in zip(drafts, starts, stops, strict=True)
+        ]
+        for depth in range(self._layers.num_layers):
+            if all(draft.is_done for draft in drafts):
+                break
+            hidden = self._layers.run(depth, rows)
+            drawing = [i for i, draft in enumerate(drafts) if not draft.is_done]
+            last = torch.stack([hidden[i][-1] for i in drawing])
+            self._drawer.add(self._layers.logits(last), [drafts[i] for i in drawing])
+            rows = [
+                MtpRow(row.sequence, row.start, self._shifted(row, draft), each)
+                for row, draft, each in zip(rows, drafts, hidden, strict=True)
+            ]
+        for draft, start in zip(drafts, starts, strict=True):
+            # Only if every depth was run are its entries for committed tokens right.
+            is_whole = depth + 1 == self._layers.num_layers
+            right = max(start, self._limit(draft.job)) if is_whole else start
+            held = self._held[draft.job.sequence]
+            right = min(right, held.stop)
+            self._layers.cache.truncate(draft.job.sequence, right)
+            held.drop_before(min(right, held.stop - 1))
+
+    def _shifted(self, row: MtpRow, draft: DraftInProgress) -> list[int]:
+        """The tokens for the next depth: one further, the newest drafted token at the end."""
+        newest = draft.token_ids[-1] if draft.token_ids else row.token_ids[-1]
+        return [*row.token_ids[1:], newest]
+
+    def _row(self, job: DraftJob, start: int, stop: int) -> MtpRow:
+        """Indices `start` to `stop`; the token behind each, and as many more as deeper layers see
+        of the committed ones."""
+        last = min(stop + self._layers.num_layers, len(job.token_ids))
+        token_ids = job.token_ids[start + 1 : last]
+        return MtpRow(job.sequence, start, token_ids, self._held[job.sequence].between(start, stop))
+
+    def _num_right(self, job: DraftJob) -> int:
+        return len(self._layers.cache.token_ids(job.sequence))
+
+    def _limit(self, job: DraftJob) -> int:
+        """Indices below it look at committed tokens only, at every depth."""
+        return len(job.token_ids) - self._layers.num_layers
+
+
+def create_mtp_layers(config: DrafterPoolConfig) -> MtpLayersDrafter:
+    """Load only what drafts from the target's checkpoint, which `model` must name.
+
+    Raises ConfigError without one or when it has no prediction layers.
+    """
+    options = read_options(config, MtpLayersOptions)
+    where = f"drafter_pools.{config.name}.model"
+    if config.model is None:
+        raise ConfigError(f"{where}: kind 'mtp_layers' needs the target's checkpoint")
+    model = config.model.model_copy(update={"model": resolve_model(config.model.model)})
+    try:
+        return MtpLayersDrafter(MtpLayers.load(model), options.top_q)
+    except ModelError as error:
+        raise ConfigError(f"{where}: kind 'mtp_layers': {error}") from error
+
+
+def attach_mtp_layers(config: DrafterPoolConfig, target: RaggedModel) -> MtpLayersDrafter:
+    """The same beside the target. Raises ConfigError when the target has no prediction layers."""
+    options = read_options(config, MtpLayersOptions)
+    try:
+        return MtpLayersDrafter(MtpLayers.beside(target), options.top_q)
+    except ModelError as error:
+        where = f"drafter_pools.{config.name}.kind"
+        raise ConfigError(f"{where}: 'mtp_layers' does not fit the target: {error}") from error
