@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tests.tiny_gemma4 import repaired
 
 
 @dataclass(slots=True)
 class Tally:
-    """Verdicts on drafts: how many there were, and accepted tokens in all."""
+    """Verdicts on drafts: how many there were, accepted tokens in all, and seconds of drafting."""
 
     num_steps: int = 0
     num_accepted: int = 0
+    draft_seconds: float = 0.0
 
 
 class Assisted:
@@ -46,12 +49,18 @@ class Assisted:
             _draft_constantly(model, num_draft_tokens)
         elif method == "mtp_layers":
             self._options["use_mtp"] = True
+        elif method == "mtp_assistant":
+            with repaired():  # what 5.23 cannot build
+                helper = AutoModelForCausalLM.from_pretrained(assistant, dtype=model.dtype).eval()
+            _draft_constantly(helper, num_draft_tokens)
+            self._options["assistant_model"] = helper
+        elif method == "dflash":
+            helper = AutoModel.from_pretrained(assistant, dtype=model.dtype).eval()
+            self._options |= {"assistant_model": helper, "speculation_type": "dflash"}
         else:
             helper = AutoModelForCausalLM.from_pretrained(assistant, dtype=model.dtype).eval()
             _draft_constantly(helper, num_draft_tokens)
             self._options["assistant_model"] = helper
-        if method == "dflash":
-            self._options["speculation_type"] = "dflash"
         if method == "cross_tokenizer":
             self._options["tokenizer"] = AutoTokenizer.from_pretrained(target)
             self._options["assistant_tokenizer"] = AutoTokenizer.from_pretrained(assistant)
@@ -59,7 +68,8 @@ class Assisted:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """Seconds, the new tokens, verify steps with drafts, and accepted draft tokens."""
+        """Seconds, the new tokens, verify steps with drafts, accepted draft tokens, and the seconds
+        that drafting took."""
         self._tally = Tally()
         self._model._get_candidate_generator = self._watched
         ids = torch.tensor([prompt])
@@ -77,18 +87,26 @@ class Assisted:
             "token_ids": output[0, len(prompt) :].tolist(),
             "num_steps": self._tally.num_steps,
             "num_accepted": self._tally.num_accepted,
+            "draft_seconds": self._tally.draft_seconds,
         }
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         generator = self._find_generator(*args, **kwargs)
-        update, tally = generator.update_candidate_strategy, self._tally
+        update, propose = generator.update_candidate_strategy, generator.get_candidates
+        tally = self._tally
 
         def watch(input_ids: Any, scores: Any, num_matches: int) -> None:
             tally.num_steps += 1
             tally.num_accepted += int(num_matches)
             update(input_ids, scores, num_matches)
 
-        generator.update_candidate_strategy = watch
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = propose(*args, **kwargs)
+            tally.draft_seconds += time.perf_counter() - begin
+            return result
+
+        generator.update_candidate_strategy, generator.get_candidates = watch, timed
         return generator
 
 

@@ -22,7 +22,13 @@ if __name__ == "__main__":
 
 from rich.console import Console  # noqa: E402 - the path comes first
 
-from benchmarks import engine_rows, overhead_rows, parameter_rows, serving_rows  # noqa: E402
+from benchmarks import (  # noqa: E402
+    engine_rows,
+    kind_rows,
+    overhead_rows,
+    parameter_rows,
+    serving_rows,
+)
 from benchmarks.context import QUICK, Bench, Scale  # noqa: E402
 from benchmarks.processes import BenchError  # noqa: E402
 from benchmarks.registry import Outcome, Row  # noqa: E402
@@ -35,6 +41,7 @@ ROWS = (
     *serving_rows.ROWS,
     *overhead_rows.ROWS,
     *parameter_rows.ROWS,
+    *kind_rows.ROWS,
 )
 
 

@@ -48,6 +48,7 @@ class VerifierTime:
     forward_s: float
     sampling_s: float
     queue_s: float
+    drafting_s: float
 
     def __sub__(self, earlier: "VerifierTime") -> "VerifierTime":
         return VerifierTime(
@@ -55,6 +56,7 @@ class VerifierTime:
             self.forward_s - earlier.forward_s,
             self.sampling_s - earlier.sampling_s,
             self.queue_s - earlier.queue_s,
+            self.drafting_s - earlier.drafting_s,
         )
 
 
@@ -162,6 +164,7 @@ class Stack:
             forward_s=series["forerun_verifier_forward_seconds_sum"],
             sampling_s=series["forerun_verifier_sampling_seconds_sum"],
             queue_s=series["forerun_verifier_queue_seconds_sum"],
+            drafting_s=series["forerun_verifier_drafting_seconds_sum"],
         )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ForerunError, ModelError
+from core.huge_pages import prefer_huge_pages
 
 #: Shorter matches are not worth the copies (two small ones per layer).
 MIN_REUSED_TOKENS = 8
@@ -82,7 +83,8 @@ class SlotCache:
         shape = (self.max_sequences, layer.num_heads, self.max_length, dim)
         try:
             # Not torch.zeros: its pages would be taken only when first written, in mid-flight.
-            return torch.empty(shape, dtype=layer.dtype, device=layer.device).zero_()
+            memory = torch.empty(shape, dtype=layer.dtype, device=layer.device)
+            return prefer_huge_pages(memory).zero_()
         except (RuntimeError, MemoryError) as error:  # includes torch's OutOfMemoryError
             raise self._no_room(layer.device) from error
 

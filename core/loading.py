@@ -7,7 +7,12 @@ is refused with a reason. Knows nothing of how a model is run.
 import os
 from typing import Any, Final
 
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GgufConfig,
+)
 
 from core import model_facts
 from core.config import ModelConfig
@@ -17,6 +22,8 @@ from core.tokenizer import Tokenizer
 
 #: The name under which `core.model` registers its attention with the library.
 ATTENTION: Final = "forerun"
+#: Decoders that the library lists beside their vision only.
+_BESIDE_VISION: Final = ("muse_glimmer",)
 
 
 def load_network(config: ModelConfig, num_layers: int = 0) -> Any:
@@ -39,14 +46,14 @@ def load_network(config: ModelConfig, num_layers: int = 0) -> Any:
         if config.gguf_file:  # packed GGUF products need kernels from the network
             placement["quantization_config"] = GgufConfig(dequantize=True)
         how = {"dtype": config.dtype, "attn_implementation": ATTENTION}
+        beside_vision = model_config.model_type in _BESIDE_VISION
+        auto: Any = AutoModelForImageTextToText if beside_vision else AutoModelForCausalLM
         if shared := SharedCheckpoint.read(path):
             how["dtype"] = model_config.dtype if config.dtype == "auto" else config.dtype
-            model = AutoModelForCausalLM.from_config(model_config, **how)
+            model = auto.from_config(model_config, **how)
             shared.complete(model, config.device_map)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=model_config, **how, **placement, **options
-            )
+            model = auto.from_pretrained(path, config=model_config, **how, **placement, **options)
     except KeyError as error:  # old model code picks its attention from a list of its own
         reason = "its attention cannot be replaced" if ATTENTION in error.args else repr(error)
         raise ModelError(f"model: {config.model} cannot be loaded: {reason}") from error

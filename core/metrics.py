@@ -71,6 +71,9 @@ class VerifierMetrics:
         )
         self._forward = seconds("verifier_forward_seconds", "Time in the target, per batch.")
         self._sampling = seconds("verifier_sampling_seconds", "Time in the rule, per batch.")
+        self._drafting = seconds(
+            "verifier_drafting_seconds", "Time in attached drafters, and for features, per batch."
+        )
         self._queue = seconds("verifier_queue_seconds", "Wait for the target, per batch.")
         self._open = Gauge(
             "verifier_open_sequences",
@@ -86,6 +89,7 @@ class VerifierMetrics:
         self._forwards.inc(timings.num_forwards)
         self._forward.observe(timings.forward_ns / 1e9)
         self._sampling.observe(timings.sampling_ns / 1e9)
+        self._drafting.observe(timings.draft_ns / 1e9)
         self._queue.observe(timings.queue_ns / 1e9)
         for row, verdict in zip(batch.rows, result.verdicts, strict=True):
             self._rows.labels(verdict.status.value).inc()

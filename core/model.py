@@ -20,6 +20,7 @@ from core.batch import BatchLimits, Span, check_rows, lay_out
 from core.batch import Row as Row
 from core.config import ModelConfig
 from core.errors import ModelError
+from core.huge_pages import MIN_MAPPING_BYTES, move_to_huge_pages
 from core.kv_cache import SlotCache
 from core.loading import ATTENTION, load_network, load_tokenizer
 from core.packing import pack_linears, watch_inputs
@@ -108,8 +109,7 @@ class RaggedModel:
         except Exception as error:  # the boundary to the library's model code
             raise ModelError(f"model: {text.model_type} does not run: {error}") from error
         model_facts.check_layers(model, text, probe.options, probe.num_calls)
-        if config.pack_weights:
-            pack_linears(model, groups)
+        packed_bytes = pack_linears(model, groups) if config.pack_weights else 0
         self.cache = SlotCache(probe.layers, config.max_sequences, self.max_length)
         self._limits = BatchLimits(config.max_batch_tokens, self.max_length, self.vocab_size)
         self.tokenizer = tokenizer = load_tokenizer(config)
@@ -121,6 +121,8 @@ class RaggedModel:
         self._check_attention(text)
         if self._device.type != "cpu":  # so that a forward of any size fits from now on
             self._rehearse()
+        if packed_bytes >= MIN_MAPPING_BYTES:  # smaller ones gain nothing
+            move_to_huge_pages()
 
     @classmethod
     def load(cls, config: ModelConfig, num_layers: int = 0) -> Self:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -30,7 +31,7 @@ from core.errors import ModelError
 from core.kv_cache import SlotCache
 from core.loading import ATTENTION, load_tokenizer
 from core.model import RaggedModel
-from core.packing import pack_linears
+from core.packing import pack_linears, watch_inputs
 from core.shared_weights import target_tensors
 from core.types import ModelIdentity
 
@@ -49,8 +50,8 @@ class MtpRow:
 class MtpLayers:
     """Loaded prediction layers and their cache. Use `beside` or `load`.
 
-    num_layers: depths. identity, vocab_size, tokenizer_size, max_length, max_sequences,
-    max_batch_tokens: as RaggedModel's.
+    num_layers: depths. hidden_size: values that the target tells of a token. identity, vocab_size,
+    tokenizer_size, max_length, max_sequences, max_batch_tokens: as RaggedModel's.
     """
 
     def __init__(self, network: Any, main: Any, like: ModelConfig, identity: ModelIdentity) -> None:
@@ -61,16 +62,24 @@ class MtpLayers:
         text = main.config.get_text_config()
         self.max_length = min(like.max_length, model_facts.max_length(text))
         self.device = torch.device(next(network.layers.parameters()).device)
-        self._hidden_size: int = text.hidden_size
+        self.hidden_size: int = text.hidden_size
         self.dtype: torch.dtype = network.layers[0].eh_proj.weight.dtype
         probe = ProbeContext()
-        with torch.inference_mode():
-            for depth in range(self.num_layers):
-                hidden = torch.zeros(2, self._hidden_size, dtype=self.dtype, device=self.device)
-                hidden = self._layer(depth, [0, 0], [0, 1], hidden, probe)
-            self.vocab_size: int = self._logits(hidden[-1:]).shape[-1]
+        try:
+            with torch.inference_mode(), watch_inputs(network.layers) as groups:
+                hidden = torch.zeros(2, self.hidden_size, dtype=self.dtype, device=self.device)
+                for depth in range(self.num_layers):
+                    hidden = self._layer(depth, [0, 0], [0, 1], hidden, probe)
+                self.vocab_size: int = self._logits(hidden[-1:]).shape[-1]
+        except ModelError:
+            raise
+        except Exception as error:  # the boundary to the library's model code
+            name = f"the prediction layers of {text.model_type}"
+            raise ModelError(f"model: {name} do not run: {error}") from error
+        if probe.num_calls != self.num_layers:
+            raise ModelError(f"model: {text.model_type}'s prediction layers keep more than K/V")
         if like.pack_weights:
-            pack_linears(network.layers)
+            pack_linears(network.layers, groups)
         self.cache = SlotCache(probe.layers, like.max_sequences, self.max_length)
         self.tokenizer_size = self.vocab_size
 
@@ -99,6 +108,8 @@ class MtpLayers:
         fingerprint = tokenizer.fingerprint if tokenizer else ""
         identity = ModelIdentity(config.model, vocab_size, fingerprint)
         layers = cls(_read(main, config.model), main, config, identity)
+        if config.pack_weights:
+            pack_linears(layers._network)  # its head too, which beside a target is the target's
         if tokenizer is not None:
             layers.tokenizer_size = min(layers.vocab_size, tokenizer.size)
         return layers
@@ -190,6 +201,8 @@ def _without_layers(config: ModelConfig) -> Any:
     """The checkpoint's model with real embedding, head and rotary code, and nothing else."""
     path = os.path.expanduser(config.model)
     try:
+        if not os.path.isdir(path):
+            path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors"])
         options = {"trust_remote_code": config.trust_remote_code}
         settings = AutoConfig.from_pretrained(path, **options)
         dtype = settings.dtype if config.dtype == "auto" else getattr(torch, config.dtype)

@@ -106,7 +106,7 @@ def watch_inputs(model: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 
 
 def pack_linears(model: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> int:
-    """Replace every plain bf16 CPU `nn.Linear` of `model`; returns how many were replaced.
+    """Replace every plain bf16 CPU `nn.Linear` of `model`; returns the bytes of their weights.
 
     `groups`: layers that share an input, from `watch_inputs`. Quantised layers, subclasses and
     layers whose weights are offloaded stay as they are. A weight that something else uses too (a
@@ -121,13 +121,13 @@ def pack_linears(model: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -
         if alike and len(members) == len(group) > 1 and all(map(_is_packable, members)):
             product = _Product(members)
             packed |= {m: PackedLinear(m, product, i) for i, m in enumerate(members)}
-    count = 0
+    num_bytes = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and _is_packable(child):
+                num_bytes += child.weight.nbytes
                 setattr(parent, name, packed.get(child) or PackedLinear(child))
-                count += 1
-    return count
+    return num_bytes
 
 
 def _is_packable(module: nn.Linear) -> bool:

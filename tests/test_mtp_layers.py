@@ -1,33 +1,40 @@
 """Prediction layers as a drafter: its drafts equal transformers' own, attached and remote.
 
 Checkpoints are tiny ones of two families in the real format, with one to three prediction layers.
+What the option `repeat_last_layer` adds is compared with the library's own layers run by hand.
 """
 
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from core.config import DrafterPoolConfig, ModelConfig
 from core.drafter import Draft, Drafter, DraftJob, MissingFeaturesError, TargetFeatures
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidRequestError
 from core.features import FeatureTap
 from core.model import RaggedModel, Row
+from core.mtp import MtpLayers
 from core.types import Rule, SamplingParams
 from drafter_service.drafters import attach_drafter, create_drafter
 from tests.candidates import Round, accept_counts, record_rounds
 from tests.harness import MODEL, serving
 from tests.policy import make_request
 from tests.tiny_models import load_reference
-from tests.tiny_mtp import CLASSES, at_layer, save_tiny_mtp
+from tests.tiny_mtp import NUM_LAYERS, at_layer, save_tiny_mtp
 
 GREEDY = SamplingParams()
 PROMPTS = [[(11 * i + 5 * s) % 250 for i in range(3 + 6 * s)] for s in range(6)]
+SHAPES = [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3)]
 LIMITS = {**MODEL, "max_batch_tokens": 16}  # so that prompts are read in parts
 
 
-@pytest.fixture(scope="module", params=[(kind, n) for kind in CLASSES for n in (1, 2, 3)], ids=str)
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
 def checkpoint(request, tmp_path_factory) -> tuple[str, int, Path, Path]:
     """(kind, prediction layers, a tame checkpoint, a wild one)."""
     kind, count = request.param
@@ -75,11 +82,12 @@ def config(path: Path, **settings) -> DrafterPoolConfig:
     return DrafterPoolConfig(name="mtp", kind="mtp_layers", model=model, **settings)
 
 
-def pairs(path: Path) -> list[Pair]:
+def pairs(path: Path, **options) -> list[Pair]:
     """An attached and a remote drafter, with a target each."""
     targets = [RaggedModel.load(ModelConfig(model=str(path), **LIMITS)) for _ in range(2)]
-    attached = attach_drafter(config(path, attached=True), targets[0])
-    return [Pair(targets[0], attached), Pair(targets[1], create_drafter(config(path)))]
+    attached = attach_drafter(config(path, attached=True, options=options), targets[0])
+    remote = create_drafter(config(path, options=options))
+    return [Pair(targets[0], attached), Pair(targets[1], remote)]
 
 
 def rounds_of(path: Path, prompts: list[list[int]], length: int = 24) -> list[list[Round]]:
@@ -145,6 +153,101 @@ def test_features_in_any_portions_draft_the_same(checkpoint):
         gap = TargetFeatures(position, values[:1])
         with pytest.raises(MissingFeaturesError):
             pair.drafter.draft([DraftJob(1, [*tokens, 1], 1, GREEDY, features=gap)])
+
+
+def test_a_round_runs_each_layer_once(checkpoint, monkeypatch):
+    """Reading what was accepted apart from drafting would double the price of a draft."""
+    _, count, tame, _ = checkpoint
+    pair = pairs(tame)[0]
+    tokens = PROMPTS[1]
+    pair.drafter.draft([pair.job(0, tokens, count)])
+    calls = []
+    run = MtpLayers.run
+
+    def counted(self, depth, rows):
+        calls.append((depth, sum(len(row.hidden) for row in rows)))
+        return run(self, depth, rows)
+
+    monkeypatch.setattr(MtpLayers, "run", counted)
+    for num_new, wanted in ((1, count), (3, 1), (count + 1, count)):
+        calls.clear()
+        tokens = [*tokens, *range(num_new)]
+        pair.drafter.draft([pair.job(0, tokens, wanted)])
+        assert calls == [(depth, num_new + count - 1) for depth in range(count)]
+
+
+def repeated_by_hand(path: Path, tokens: list[int], num_draft_tokens: int) -> list[int]:
+    """The library's layers, each once over everything, then the last again token by token."""
+    model = load_reference(path)
+    layers = MtpModel.from_pretrained(model, device_map={"": "cpu"})
+    cache = MtpCache(config=model.config.get_mtp_config())
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        hidden = model.model(ids[:, :-1]).last_hidden_state
+        ids, positions = ids[:, 1:], torch.arange(1, ids.shape[1])[None]
+        drafted: list[int] = []
+        while len(drafted) < num_draft_tokens:
+            depth = min(len(drafted), layers.num_mtp_layers - 1)
+            hidden = layers.forward_layer(depth, hidden, positions, cache, input_ids=ids)
+            drafted.append(int(layers._project_to_logits(hidden[:, -1:]).argmax()))
+            ids = torch.cat([ids[:, 1:], torch.tensor([drafted[-1:]])], dim=1)
+            positions = positions + 1
+            if len(drafted) >= layers.num_mtp_layers:
+                ids, hidden, positions = ids[:, -1:], hidden[:, -1:], positions[:, -1:]
+    return drafted
+
+
+def test_the_last_layer_repeats(checkpoint):
+    """Drafts beyond the layers would go wrong, or leave entries for drafts in the cache."""
+    _, _, tame, wild = checkpoint
+    for path in (tame, wild):
+        for pair in pairs(path, repeat_last_layer=True):
+            jobs, expected = [], []
+            for _ in range(2):  # the second round begins with what the first has left
+                tokens = [[*p, *range(len(jobs) // 2)] for p in PROMPTS[:3]]
+                jobs = [pair.job(i, each, 4 + i) for i, each in enumerate(tokens)]
+                expected = [repeated_by_hand(path, t, 4 + i) for i, t in enumerate(tokens)]
+                drafts = pair.drafter.draft(jobs)
+                assert [list(draft.token_ids) for draft in drafts] == expected
+
+
+def test_a_remote_drafter_reads_no_decoder_layers(checkpoint, tmp_path):
+    """It would need as much memory as the target."""
+    _, count, tame, _ = checkpoint
+    shutil.copytree(tame, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    needed = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not any(f".layers.{layer}." in name for layer in range(NUM_LAYERS))
+    }
+    assert len(needed) < len(tensors)
+    save_file(needed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    pair = pairs(tame)[1]
+    job = pair.job(0, PROMPTS[3], count)
+    assert create_drafter(config(tmp_path)).draft([job]) == pair.drafter.draft([job])
+
+
+def test_bf16_is_the_same_attached_and_remote(checkpoint):
+    """Weights laid out for bf16, or a head in another type, would draft something else."""
+    _, count, tame, _ = checkpoint
+    settings = {**LIMITS, "dtype": "bfloat16"}
+    model = ModelConfig(model=str(tame), **settings)
+    target = RaggedModel.load(model)
+    remote = create_drafter(config(tame).model_copy(update={"model": model}))
+    pair = Pair(target, attach_drafter(config(tame, attached=True), target))
+    jobs = [pair.job(i, prompt, count) for i, prompt in enumerate(PROMPTS)]
+    assert remote.draft(jobs) == pair.drafter.draft(jobs)
+
+
+def test_what_cannot_be_drafted_for(checkpoint):
+    """A first token alone has no features yet; another model's features are no use."""
+    _, count, tame, _ = checkpoint
+    drafter = create_drafter(config(tame))
+    assert drafter.draft([DraftJob(0, [5], count, GREEDY)]) == [Draft()]
+    alien = TargetFeatures(0, torch.zeros(1, 3))
+    with pytest.raises(InvalidRequestError, match="values per token, told were 3"):
+        drafter.draft([DraftJob(0, [5, 6], count, GREEDY, features=alien)])
 
 
 @pytest.mark.parametrize("is_attached", [True, False])

@@ -24,20 +24,26 @@ NUM_LAYERS = 2
 
 
 def save_tiny_mtp(
-    kind: str, path: Path, num_mtp_layers: int, is_tame: bool, seed: int = 0, **fields: Any
+    kind: str,
+    path: Path,
+    num_mtp_layers: int,
+    is_tame: bool,
+    seed: int = 0,
+    num_layers: int = NUM_LAYERS,
+    **fields: Any,
 ) -> Path:
-    """Write a checkpoint of NUM_LAYERS layers and `num_mtp_layers` prediction layers.
+    """Write a checkpoint of `num_layers` layers and `num_mtp_layers` prediction layers.
 
     is_tame: a token says nearly all of the next one, so that drafts are often right; otherwise
     attention counts and they hardly ever are.
     """
-    count = NUM_LAYERS + num_mtp_layers
+    count = num_layers + num_mtp_layers
     save_tiny(kind, path, seed, num_hidden_layers=count, **fields)
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(seed + 1)
     config = json.loads((path / "config.json").read_text())
     size = config["hidden_size"]
-    for layer in range(NUM_LAYERS, count):
+    for layer in range(num_layers, count):
         prefix = f"model.layers.{layer}."
         for name in ("enorm", "hnorm", "shared_head.norm"):
             noise = torch.randn(size, generator=generator)
@@ -49,7 +55,7 @@ def save_tiny_mtp(
         if is_tame and name.endswith(("o_proj.weight", "down_proj.weight")):
             tensors[name] = tensors[name] * 0.01
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config["num_hidden_layers"] = NUM_LAYERS
+    config["num_hidden_layers"] = num_layers
     config["num_nextn_predict_layers"] = num_mtp_layers
     (path / "config.json").write_text(json.dumps(config))
     return path

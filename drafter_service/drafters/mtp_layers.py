@@ -23,7 +23,7 @@ from torch import Tensor
 from core.config import DrafterPoolConfig
 from core.drafter import Draft, Drafter, DraftJob, MissingFeaturesError
 from core.embedded import resolve_model
-from core.errors import ConfigError, ModelError
+from core.errors import ConfigError, InvalidRequestError, ModelError
 from core.features import HIDDEN_STATES
 from core.model import RaggedModel
 from core.mtp import MtpLayers, MtpRow
@@ -33,8 +33,13 @@ from drafter_service.drawing import DraftDrawer, DraftInProgress
 
 
 class MtpLayersOptions(DrafterOptions):
-    """`[drafter_pools.options]` of kind "mtp_layers". `top_q` as for "draft_model"."""
+    """`[drafter_pools.options]` of kind "mtp_layers".
 
+    `repeat_last_layer`: draft more tokens than there are layers by running the last one again.
+    `top_q`: most tokens with a chance in the distributions that rules ask for.
+    """
+
+    repeat_last_layer: bool = False
     top_q: int = Field(64, ge=1)
 
 
@@ -62,15 +67,16 @@ class _Held:
 
 
 class MtpLayersDrafter(Drafter):
-    """Drafts as many tokens as there are prediction layers, at most."""
+    """Drafts as many tokens as there are prediction layers, at most, unless the last repeats."""
 
     kind = "mtp_layers"
     has_distributions = True
     needs = (HIDDEN_STATES,)
 
-    def __init__(self, layers: MtpLayers, top_q: int = 64) -> None:
+    def __init__(self, layers: MtpLayers, options: MtpLayersOptions) -> None:
         self._layers = layers
-        self._drawer = DraftDrawer(layers.vocab_size, layers.tokenizer_size, top_q)
+        self._repeats_last = options.repeat_last_layer
+        self._drawer = DraftDrawer(layers.vocab_size, layers.tokenizer_size, options.top_q)
         self._held: dict[int, _Held] = {}
 
     @property
@@ -88,16 +94,28 @@ class MtpLayersDrafter(Drafter):
         """Of the layers' cache."""
         return self._layers.max_sequences
 
+    @property
+    def prefill_chunk(self) -> int:
+        """One run of the layers."""
+        return self._layers.max_batch_tokens
+
     @torch.inference_mode()
     def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
-        """See `Drafter.draft`. Raises MissingFeaturesError when a hidden state was not told."""
+        """See `Drafter.draft`. Raises MissingFeaturesError when a hidden state was not told, and
+        InvalidRequestError when they are not this checkpoint's."""
         for job in jobs:
             self._take(job)
-        self._catch_up(jobs)
         drafts = [self._drawer.begin(job) for job in jobs]
-        drawing = [draft for draft in drafts if not draft.is_done]
-        for first in range(0, len(drawing), self._max_rows):
-            self._draw(drawing[first : first + self._max_rows])
+        drawing = [
+            draft
+            for draft in drafts
+            if not draft.is_done and self._held[draft.job.sequence].stop  # else nothing is known
+        ]
+        max_rows = max(1, self._layers.max_batch_tokens // self._layers.num_layers)
+        num_rows = max(1, min(len(drawing), max_rows))
+        self._catch_up(jobs, self._layers.max_batch_tokens // num_rows)
+        for first in range(0, len(drawing), num_rows):
+            self._draw(drawing[first : first + num_rows])
         return [draft.end() for draft in drafts]
 
     def close(self, sequence: int) -> None:
@@ -105,10 +123,6 @@ class MtpLayersDrafter(Drafter):
         self._drawer.close(sequence)
         if self._held.pop(sequence, None) is not None:
             self._layers.cache.close(sequence)
-
-    @property
-    def _max_rows(self) -> int:
-        return max(1, self._layers.max_batch_tokens // (self._layers.num_layers + 1))
 
     def _take(self, job: DraftJob) -> None:
         """Hold the features that came with a job."""
@@ -120,6 +134,10 @@ class MtpLayersDrafter(Drafter):
             self._layers.cache.open(job.sequence)
             held = self._held[job.sequence] = _Held(0)
         if features is not None:
+            width = features.values.shape[1]
+            if width != self._layers.hidden_size:
+                ours = f"{self.identity.model} has {self._layers.hidden_size}"
+                raise InvalidRequestError("features", f"{ours} values per token, told were {width}")
             if features.position != held.stop:
                 raise MissingFeaturesError(f"told of {features.position}, held {held.stop}")
             parts = [features.values] if held.hidden is None else [held.hidden, features.values]
@@ -127,15 +145,16 @@ class MtpLayersDrafter(Drafter):
         if job.num_draft_tokens and held.stop != len(job.token_ids) - 1:
             raise MissingFeaturesError(f"{len(job.token_ids)} tokens, {held.stop} told")
 
-    def _catch_up(self, jobs: Sequence[DraftJob]) -> None:
+    def _catch_up(self, jobs: Sequence[DraftJob], share: int) -> None:
         """Run every depth over what is committed at every depth, but for the last index, which a
-        draft begins with; in as few runs as `max_batch_tokens` allows."""
+        draft begins with; in as few runs as `max_batch_tokens` allows. A draft itself runs what
+        it finds, so one that has at most `share` indices before it is not to wait for that."""
         while True:
             room, rows = self._layers.max_batch_tokens, []
             for job in jobs:
-                start = self._num_right(job)
-                stop = min(self._limit(job), self._held[job.sequence].stop - 1, start + room)
-                if stop > start:
+                start, told = self._num_right(job), self._held[job.sequence].stop
+                stop = min(self._limit(job), told - 1, start + room)
+                if stop > start and not (job.num_draft_tokens and told - start <= share):
                     rows.append(self._row(job, start, stop))
                     room -= stop - start
                 if room == 0:
@@ -153,34 +172,52 @@ class MtpLayersDrafter(Drafter):
 
     def _draw(self, drafts: Sequence[DraftInProgress]) -> None:
         """Run the last indices at every depth; each depth's last gives the draft a token."""
-        stops = [self._held[draft.job.sequence].stop for draft in drafts]
-        starts = [
-            min(self._num_right(draft.job), stop - 1)
-            for draft, stop in zip(drafts, stops, strict=True)
-        ]
-        rows = [
-            self._row(draft.job, start, stop)
-            for draft, start, stop in zip(drafts, starts, stops, strict=True)
-        ]
-        for depth in range(self._layers.num_layers):
-            if all(draft.is_done for draft in drafts):
-                break
+        rows = []
+        for draft in drafts:
+            stop = self._held[draft.job.sequence].stop
+            rows.append(self._row(draft.job, min(self._num_right(draft.job), stop - 1), stop))
+        starts = [row.start for row in rows]
+        for depth in range(self._layers.num_layers):  # all of them, lest the cache lag behind
             hidden = self._layers.run(depth, rows)
-            drawing = [i for i, draft in enumerate(drafts) if not draft.is_done]
-            last = torch.stack([hidden[i][-1] for i in drawing])
-            self._drawer.add(self._layers.logits(last), [drafts[i] for i in drawing])
+            self._add([each[-1] for each in hidden], drafts)
             rows = [
                 MtpRow(row.sequence, row.start, self._shifted(row, draft), each)
                 for row, draft, each in zip(rows, drafts, hidden, strict=True)
             ]
+        if self._repeats_last:
+            self._repeat(drafts, rows)
         for draft, start in zip(drafts, starts, strict=True):
-            # Only if every depth was run are its entries for committed tokens right.
-            is_whole = depth + 1 == self._layers.num_layers
-            right = max(start, self._limit(draft.job)) if is_whole else start
             held = self._held[draft.job.sequence]
-            right = min(right, held.stop)
+            right = min(max(start, self._limit(draft.job)), held.stop)
             self._layers.cache.truncate(draft.job.sequence, right)
             held.drop_before(min(right, held.stop - 1))
+
+    def _repeat(self, drafts: Sequence[DraftInProgress], rows: Sequence[MtpRow]) -> None:
+        """Go on with the last layer, a token at a time: each at the next index, from the hidden
+        state of the one before."""
+        going = [
+            (draft, MtpRow(row.sequence, row.start + len(row.hidden), [], row.hidden[-1:]))
+            for draft, row in zip(drafts, rows, strict=True)
+        ]
+        while going := [(draft, row) for draft, row in going if not draft.is_done]:
+            ours = [draft for draft, _ in going]
+            rows = [
+                MtpRow(row.sequence, row.start, draft.token_ids[-1:], row.hidden)
+                for draft, row in going
+            ]
+            hidden = self._layers.run(self._layers.num_layers - 1, rows)
+            self._add([each[-1] for each in hidden], ours)
+            going = [
+                (draft, MtpRow(row.sequence, row.start + 1, [], each))
+                for draft, row, each in zip(ours, rows, hidden, strict=True)
+            ]
+
+    def _add(self, hidden: Sequence[Tensor], drafts: Sequence[DraftInProgress]) -> None:
+        """Give those drafts a token that are not done, from a hidden state `[D]` each."""
+        drawing = [i for i, draft in enumerate(drafts) if not draft.is_done]
+        if drawing:
+            logits = self._layers.logits(torch.stack([hidden[i] for i in drawing]))
+            self._drawer.add(logits, [drafts[i] for i in drawing])
 
     def _shifted(self, row: MtpRow, draft: DraftInProgress) -> list[int]:
         """The tokens for the next depth: one further, the newest drafted token at the end."""
@@ -213,7 +250,7 @@ def create_mtp_layers(config: DrafterPoolConfig) -> MtpLayersDrafter:
         raise ConfigError(f"{where}: kind 'mtp_layers' needs the target's checkpoint")
     model = config.model.model_copy(update={"model": resolve_model(config.model.model)})
     try:
-        return MtpLayersDrafter(MtpLayers.load(model), options.top_q)
+        return MtpLayersDrafter(MtpLayers.load(model), options)
     except ModelError as error:
         raise ConfigError(f"{where}: kind 'mtp_layers': {error}") from error
 
@@ -222,7 +259,7 @@ def attach_mtp_layers(config: DrafterPoolConfig, target: RaggedModel) -> MtpLaye
     """The same beside the target. Raises ConfigError when the target has no prediction layers."""
     options = read_options(config, MtpLayersOptions)
     try:
-        return MtpLayersDrafter(MtpLayers.beside(target), options.top_q)
+        return MtpLayersDrafter(MtpLayers.beside(target), options)
     except ModelError as error:
         where = f"drafter_pools.{config.name}.kind"
         raise ConfigError(f"{where}: 'mtp_layers' does not fit the target: {error}") from error
