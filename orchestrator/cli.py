@@ -3,10 +3,11 @@
     forerun serve          everything, with Ray: verifiers, drafters and the orchestrator
     forerun verifier | drafter | orchestrator      one service, without Ray
     forerun generate | status                      the clients
+    forerun distil         make a drafter for a target
     forerun version
 
 An error that forerun knows is one line on stderr and exit code 2, never a traceback. All work is
-in `orchestrator.launch` and `orchestrator.client_cli`; `--help` imports neither torch nor ray.
+in `orchestrator.launch`, `client_cli` and `distil_cli`; `--help` imports neither torch nor ray.
 """
 
 import sys
@@ -19,7 +20,7 @@ from core import __version__
 from core.config import Config, load_config
 from core.errors import ForerunError
 from core.rpc import configure_logging
-from orchestrator import client_cli
+from orchestrator import client_cli, distil_cli
 
 app = typer.Typer(
     help="Serve a large language model, made fast by drafters that run somewhere else.",
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(client_cli.generate)
 app.command()(client_cli.status)
+app.command()(distil_cli.distil)
 
 _ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The TOML configuration.")]
 _PortOption = Annotated[

@@ -68,6 +68,5 @@ def draft_constantly(model: PreTrainedModel, num_draft_tokens: int) -> None:
 def accept_counts(rounds: Sequence[Round]) -> list[int]:
     """How many of each round's draft were accepted, of all rounds but the last."""
     return [
-        len(after.prefix) - len(before.prefix) - 1
-        for before, after in itertools.pairwise(rounds)
+        len(after.prefix) - len(before.prefix) - 1 for before, after in itertools.pairwise(rounds)
     ]

@@ -57,7 +57,7 @@ class Pair:
 
     def attach(self) -> tuple[DflashDrafter, RaggedModel]:
         model = self.load()
-        return attach_drafter(self.pool(), model), model
+        return attach_drafter(self.pool(), model), model  # type: ignore[return-value]
 
 
 def save_drafter(path: Path, seed: int = 7, **overrides: Any) -> Path:
@@ -137,8 +137,8 @@ def generate_assisted(
     rounds: list[tuple[int, list[int]]] = []
     count = drafter.config.block_size - 1
 
-    class Scripted(DFlashTokenCandidateGenerator):
-        def get_candidates(
+    class Scripted(DFlashTokenCandidateGenerator):  # type: ignore[misc]
+        def get_candidates(  # type: ignore[no-untyped-def]
             self, input_ids, model_kwargs, model_outputs, is_first_iteration, **rest
         ):
             size = input_ids.shape[1]

@@ -207,8 +207,8 @@ def generate_assisted(
     """
     rounds: list[tuple[int, list[int]]] = []
 
-    class Scripted(SinglePositionMultiTokenCandidateGenerator):
-        def get_candidates(
+    class Scripted(SinglePositionMultiTokenCandidateGenerator):  # type: ignore[misc]
+        def get_candidates(  # type: ignore[no-untyped-def]
             self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **_
         ):
             size = input_ids.shape[1]

@@ -1,0 +1,239 @@
+"""Distillation: the pruned copy learns to say what the target would have said.
+
+Each token of an answer is taught by the target's likeliest tokens and their probabilities; what
+they leave is one more outcome, the tail. Matrices are optimised by Muon, the rest by AdamW, in bf16
+over fp32 weights. The learning rate is constant after a short start and falls to zero in the last
+part, so a run that was planned too long or too short can be continued with another length.
+
+Everything that a step needs depends on the seed and the step's number. A run that was interrupted
+therefore goes on from its last checkpoint to the same drafter, bit for bit, on the same machine.
+Knows nothing of checkpoints of drafters, of the CLI and of where texts come from.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import InvalidRequestError
+from drafter_service.distil.batches import Batch, endless, make_batch
+from drafter_service.distil.generate import Text
+from drafter_service.distil.measure import Acceptance, acceptance
+from drafter_service.distil.shapes import draft_columns
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How to train.
+
+    hard_share: part of the loss that looks at the target's first choice only. decay_share: last
+    part of the steps, in which the learning rate falls. Evaluation and checkpoint come every
+    `evaluate_every` steps; training ends early after `patience` evaluations without a better loss.
+    """
+
+    epochs: float = 5.0
+    batch_size: int = 16
+    learning_rate: float = 1e-2
+    hard_share: float = 0.3
+    decay_share: float = 0.4
+    warmup_steps: int = 20
+    evaluate_every: int = 40
+    patience: int = 6
+    draft_length: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One evaluation: losses, and the acceptance on the held-out prompts."""
+
+    step: int
+    training_loss: float
+    validation_loss: float
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Texts to learn from, texts that say when to stop, and texts that are only measured."""
+
+    training: Sequence[Text]
+    validation: Sequence[Text]
+    held_out: Sequence[Text]
+
+
+class Trainer:
+    """Trains `network` (of `shapes.prune`) in place.
+
+    Attributes: step, the next one; num_steps, planned; history; best, the weights with the lowest
+    validation loss so far.
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        draft_token_ids: Sequence[int],
+        data: TrainingData,
+        options: TrainingOptions,
+    ) -> None:
+        if not data.training:
+            raise InvalidRequestError("tokens", "there is no text to train on")
+        # Dropout stays off: a step must depend on nothing but its number.
+        self._network, self._data, self._options = network.eval(), data, options
+        vocab_size = network.get_input_embeddings().weight.shape[0]
+        self._columns = draft_columns(draft_token_ids, vocab_size)
+        self._lengths = [len(t.prompt_ids) + len(t.answer_ids) for t in data.training]
+        per_epoch = max(1, len(data.training) // options.batch_size)
+        self.num_steps = max(1, round(options.epochs * per_epoch))
+        self.step = 0
+        self.history: list[Point] = []
+        self._trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        self.best = {name: p.detach().clone() for name, p in self._trained.items()}
+        self._optimizers = _optimizers(list(self._trained.values()), options.learning_rate)
+        self._losses: list[float] = []
+
+    def run(self, checkpoint: Path, on_step: Callable[["Trainer"], None]) -> None:
+        """Train until the planned end or an early one; goes on from `checkpoint` if it exists."""
+        if checkpoint.exists():
+            self._load(checkpoint)
+        order = endless(self._lengths, self._options.batch_size, self._options.seed, self.step)
+        while self.step < self.num_steps and not self._is_stale():
+            self._losses.append(self._train_on([self._data.training[i] for i in next(order)]))
+            self.step += 1
+            if self.step % self._options.evaluate_every == 0 or self.step == self.num_steps:
+                self._evaluate()
+                self._save(checkpoint)
+            on_step(self)
+
+    def learning_rate(self) -> float:
+        """Of the step that comes next."""
+        options = self._options
+        start = (self.step + 1) / max(1, options.warmup_steps)
+        end = (self.num_steps - self.step) / max(1.0, options.decay_share * self.num_steps)
+        return options.learning_rate * min(1.0, start, end)
+
+    def _train_on(self, texts: Sequence[Text]) -> float:
+        batch = make_batch(texts, self._columns).to(self._network.device)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate()
+        loss = distillation_loss(_logits(self._network, batch), batch, self._options.hard_share)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._trained.values(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+    def _evaluate(self) -> None:
+        losses, _ = self._measure(self._data.validation)
+        _, matches = self._measure(self._data.held_out)
+        point = Point(
+            self.step,
+            sum(self._losses) / max(1, len(self._losses)),
+            losses,
+            acceptance(matches, self._options.draft_length),
+        )
+        self._losses.clear()
+        if point.validation_loss < min(
+            (each.validation_loss for each in self.history), default=float("inf")
+        ):
+            self.best = {name: p.detach().clone() for name, p in self._trained.items()}
+        self.history.append(point)
+
+    @torch.no_grad()
+    def _measure(self, texts: Sequence[Text]) -> tuple[float, list[list[bool]]]:
+        """Mean loss, and per text whether the drafter's choice is the answer's next token, from
+        the second token of the answer on."""
+        total, count = 0.0, 0
+        matches: list[list[bool]] = []
+        for start in range(0, len(texts), self._options.batch_size):
+            part = texts[start : start + self._options.batch_size]
+            batch = make_batch(part, self._columns).to(self._network.device)
+            logits = _logits(self._network, batch)
+            total += float(distillation_loss(logits, batch, self._options.hard_share)) * len(logits)
+            count += len(logits)
+            right = logits.argmax(dim=-1) == batch.next_columns
+            answers = torch.split(right, [len(text.answer_ids) for text in part])
+            matches += [answer[1:].tolist() for answer in answers]
+        return total / max(1, count), matches
+
+    def _is_stale(self) -> bool:
+        losses = [each.validation_loss for each in self.history]
+        return (
+            bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= self._options.patience
+        )
+
+    def _save(self, path: Path) -> None:
+        state = {
+            "step": self.step,
+            "weights": {name: p.detach() for name, p in self._trained.items()},
+            "best": self.best,
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "history": [astuple(point) for point in self.history],
+        }
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        torch.save(state, unfinished)
+        unfinished.rename(path)
+
+    def _load(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        if state["weights"].keys() != self._trained.keys():
+            raise InvalidRequestError("resume", f"{path} is of a drafter with other layers")
+        self.step, self.best = state["step"], state["best"]
+        self.history = [
+            Point(step, training, validation, Acceptance(*accepted))
+            for step, training, validation, accepted in state["history"]
+        ]
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(state["weights"][name])
+        for optimizer, stored in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+
+
+def distillation_loss(logits: Tensor, batch: Batch, hard_share: float) -> Tensor:
+    """Mean over the answers' tokens of the divergence from the target, in nats.
+
+    logits: `[M, draft vocabulary]`. Mass that the target gives to known tokens outside of the draft
+    vocabulary cannot be learnt and counts for nothing.
+    """
+    logits = logits.float()
+    inside = batch.columns >= 0
+    p = batch.probabilities.where(inside, 0.0)
+    p_tail = (1.0 - batch.probabilities.sum(dim=-1)).clamp(min=0.0)
+    log_q = logits.gather(1, batch.columns.clamp(min=0)) - logits.logsumexp(dim=-1, keepdim=True)
+    q_tail = 1.0 - log_q.exp().where(inside, 0.0).sum(dim=-1)
+    log_q_tail = q_tail.clamp(min=1e-6).log()
+    soft = (torch.xlogy(p, p) - p * log_q).sum(dim=-1) + (
+        torch.xlogy(p_tail, p_tail) - p_tail * log_q_tail
+    )
+    hard = -log_q[:, 0].where(inside[:, 0], 0.0)
+    return ((1.0 - hard_share) * soft + hard_share * hard).mean()
+
+
+def _logits(network: Any, batch: Batch) -> Tensor:
+    """The logits that predict the answers' tokens, `[M, draft vocabulary]`, bf16."""
+    with torch.autocast(batch.token_ids.device.type, torch.bfloat16):
+        output = network(
+            input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.num_logits
+        )
+    logits: Tensor = output.logits[batch.predicts]
+    return logits
+
+
+def _optimizers(parameters: Sequence[nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        )
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=rate, weight_decay=0.0))
+    return optimizers

@@ -1,0 +1,136 @@
+"""`forerun distil`: what may be typed, and the progress bar.
+
+The work is in `drafter_service.distil`. Errors that forerun knows are told by `orchestrator.cli`.
+`--help` imports no torch. Ctrl-C ends it at once; the same command goes on from there.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from drafter_service.distil.train import Point
+
+_INTERRUPTED = 130
+
+
+class _Bars:
+    """The `Observer` of a run: a bar for each of its parts, on stderr."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars = {
+            "writing text": progress.add_task("writing text", total=None, note=""),
+            "training": progress.add_task("training", total=None, note=""),
+        }
+        self._shown = 0
+
+    def wrote(self, num_tokens: int, planned: int) -> None:
+        self._move("writing text", num_tokens, planned, "tokens")
+
+    def trained(self, step: int, planned: int, last: "Point | None") -> None:
+        note = "steps"
+        if last is not None:
+            accepted = f"acceptance {last.acceptance.mean:.3f}"
+            note = f"steps, loss {last.validation_loss:.3f}, {accepted}"
+            if last.step > self._shown:
+                self._shown = last.step
+                self._progress.console.print(
+                    f"step {last.step}: loss {last.training_loss:.3f}, "
+                    f"validation {last.validation_loss:.3f}, {accepted}"
+                )
+        self._move("training", step, planned, note)
+
+    def _move(self, bar: str, done: int, planned: int, note: str) -> None:
+        self._progress.update(self._bars[bar], completed=done, total=planned, note=note)
+
+
+_Work = Annotated[Path | None, typer.Option(help="Where unfinished things lie; default: OUT.work.")]
+_Prompts = Annotated[
+    Path | None, typer.Option(help="Prompts, one a line, instead of the built-in ones.")
+]
+_LayersHelp = "How many layers of the target to keep, or which: 0,10,20,29."
+_Vocabulary = Annotated[
+    int, typer.Option(min=0, help="Tokens the drafter may propose; 0 is all of them.")
+]
+
+
+def distil(
+    target: Annotated[str, typer.Option(help="Directory of the target, or embedded:NAME.")],
+    out: Annotated[Path, typer.Option(help="The directory to write; must not exist yet.")],
+    work: _Work = None,
+    prompts: _Prompts = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text.")] = 400_000,
+    layers: Annotated[str, typer.Option(help=_LayersHelp)] = "4",
+    vocabulary: _Vocabulary = 12_288,
+    epochs: Annotated[float, typer.Option(min=0, help="How often to see the text.")] = 5.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts per training step.")] = 16,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-2,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 160,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 40,
+    rows: Annotated[int, typer.Option(min=1, help="Answers written at a time.")] = 64,
+    seed: Annotated[int, typer.Option(help="Same seed, same drafter.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of torch; 0: its own.")] = 0,
+) -> None:
+    """Make a drafter for a target from the target itself; repeated, it goes on where it ended."""
+    from drafter_service.distil.generate import GenerationOptions
+    from drafter_service.distil.run import DistilOptions
+    from drafter_service.distil.run import distil as run
+    from drafter_service.distil.train import TrainingOptions
+
+    options = DistilOptions(
+        target=target,
+        out=out,
+        work=work,
+        prompts=prompts,
+        num_tokens=tokens,
+        layers=_layers(layers),
+        vocabulary=vocabulary,
+        rows=rows,
+        threads=threads,
+        generation=GenerationOptions(seed=seed, max_new_tokens=max_new_tokens),
+        training=TrainingOptions(
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            evaluate_every=evaluate_every,
+            seed=seed,
+        ),
+    )
+    try:
+        with _progress() as progress:
+            measured = run(options, _Bars(progress))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED) from None
+    best = measured.best_length
+    print(
+        f"{out}: mean acceptance {measured.acceptance[best - 1].mean:.3f} over {best} draft tokens,"
+        f" step {measured.step_ratio:.3f} of the target's, expected speed-up"
+        f" {measured.speedup(best):.2f}"
+    )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _layers(text: str) -> tuple[int, ...] | int:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            "a number, or layers like 0,10,20,29", param_hint="--layers"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
