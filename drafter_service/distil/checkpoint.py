@@ -92,7 +92,7 @@ the layers; embedding and head are the target's own and are read from its checkp
 name = "distilled"
 kind = "draft_model"
 max_draft_tokens = {measured.best_length}
-model = {{ model = "{folder.name}" }}
+model = {{ model = "{folder}" }}
 ```
 
 ## Measured

@@ -72,6 +72,7 @@ def distil(options: DistilOptions, observer: Observer) -> Report:
     target = _load(options, options.rows, "auto")
     layers = _layers(options, target.num_layers)
     texts, held_out = _write_texts(target, options, work, observer)
+    observer.wrote(options.num_tokens, options.num_tokens)
     longest = min(_LONGEST_DRAFT, options.training.draft_length + 3)
     target_s = [step_seconds(target, count) for count in range(1, longest + 2)]
     always = target.eos_token_ids
@@ -89,6 +90,7 @@ def distil(options: DistilOptions, observer: Observer) -> Report:
         work / "training.pt",
         lambda t: observer.trained(t.step, t.num_steps, t.history[-1] if t.history else None),
     )
+    observer.trained(trainer.step, trainer.num_steps, trainer.history[-1])
     manifest = _manifest(options, layers, token_ids, texts, trainer)
     write_checkpoint(options.out, network, trainer.best, token_ids, manifest)
     drafter = RaggedModel.load(
