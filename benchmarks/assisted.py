@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.candidates import draft_constantly
 from tests.tiny_gemma4 import repaired
 
 
@@ -46,20 +47,20 @@ class Assisted:
         self._options: dict[str, Any] = {}
         if method == "early_exit":
             self._options["assistant_early_exit"] = early_exit
-            _draft_constantly(model, num_draft_tokens)
+            draft_constantly(model, num_draft_tokens)
         elif method == "mtp_layers":
             self._options["use_mtp"] = True
         elif method == "mtp_assistant":
             with repaired():  # what 5.23 cannot build
                 helper = AutoModelForCausalLM.from_pretrained(assistant, dtype=model.dtype).eval()
-            _draft_constantly(helper, num_draft_tokens)
+            draft_constantly(helper, num_draft_tokens)
             self._options["assistant_model"] = helper
         elif method == "dflash":
             helper = AutoModel.from_pretrained(assistant, dtype=model.dtype).eval()
             self._options |= {"assistant_model": helper, "speculation_type": "dflash"}
         else:
             helper = AutoModelForCausalLM.from_pretrained(assistant, dtype=model.dtype).eval()
-            _draft_constantly(helper, num_draft_tokens)
+            draft_constantly(helper, num_draft_tokens)
             self._options["assistant_model"] = helper
         if method == "cross_tokenizer":
             self._options["tokenizer"] = AutoTokenizer.from_pretrained(target)
@@ -108,10 +109,3 @@ class Assisted:
 
         generator.update_candidate_strategy, generator.get_candidates = watch, timed
         return generator
-
-
-def _draft_constantly(model: PreTrainedModel, num_draft_tokens: int) -> None:
-    config = model.generation_config
-    config.num_assistant_tokens = num_draft_tokens
-    config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = 0.0

@@ -28,7 +28,7 @@ from core.config import ModelConfig
 from core.embedded import resolve_model
 from core.errors import ConfigError, ModelError
 from core.kv_cache import LayerSpec, SlotCache
-from core.loading import ATTENTION
+from core.loading import load_companion
 from core.packing import pack_linears, watch_inputs
 
 _KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -145,29 +145,14 @@ class Assistant:
     def load(cls, config: ModelConfig) -> Self:
         """Load a checkpoint. Raises ConfigError when it is no assistant, ModelError when it cannot
         be loaded."""
-        name = resolve_model(config.model)
-        options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-        if (folder := Path(name).expanduser()).is_dir():
-            name, options["local_files_only"] = str(folder), True
-        try:
-            checkpoint = AutoConfig.from_pretrained(name, **options)
-            if checkpoint.model_type not in _KINDS:
-                raise ConfigError(
-                    f"kind 'mtp_assistant' needs a checkpoint of {' or '.join(_KINDS)}, and "
-                    f"{config.model!r} is a {checkpoint.model_type}"
-                )
-            _share_all_layers(checkpoint.get_text_config())
-            network = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=checkpoint,
-                dtype=config.dtype,
-                device_map=config.device_map,
-                attn_implementation=ATTENTION,
-                **options,
-            )
-        except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-            raise ModelError(f"model: {config.model} cannot be loaded: {error}") from error
-        return cls(network.eval(), config.model, config.pack_weights)
+        network = load_companion(
+            config,
+            AutoModelForCausalLM,
+            "mtp_assistant",
+            _KINDS,
+            lambda checkpoint: _share_all_layers(checkpoint.get_text_config()),
+        )
+        return cls(network, config.model, config.pack_weights)
 
     def check(self, target: Target) -> None:
         """Raise ConfigError, naming both sides, for a target it was not made for."""

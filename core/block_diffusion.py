@@ -10,23 +10,21 @@ own. Knows nothing of drafts or services.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
 from core import model_facts
 from core.attention import AttentionOptions, Segment
 from core.config import ModelConfig
-from core.embedded import resolve_model
-from core.errors import ConfigError, ModelError
+from core.errors import ConfigError
 from core.features import HIDDEN_STATES
 from core.grouping import group_segments
 from core.kv_cache import LayerSpec, SlotCache
-from core.loading import ATTENTION
+from core.loading import load_companion
 from core.model import RaggedModel
 from core.packing import pack_linears, watch_inputs
 
@@ -168,28 +166,8 @@ class BlockDrafter:
     def load(cls, config: ModelConfig) -> Self:
         """Load a checkpoint. Raises ConfigError when it is no such drafter, ModelError when it
         cannot be loaded."""
-        name = resolve_model(config.model)
-        options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-        if (folder := Path(name).expanduser()).is_dir():
-            name, options["local_files_only"] = str(folder), True
-        try:
-            checkpoint = AutoConfig.from_pretrained(name, **options)
-            if checkpoint.model_type != _KIND:
-                raise ConfigError(
-                    f"kind 'dflash' needs a checkpoint of {_KIND}, and {config.model!r} is a "
-                    f"{checkpoint.model_type}"
-                )
-            network = AutoModel.from_pretrained(
-                name,
-                config=checkpoint,
-                dtype=config.dtype,
-                device_map=config.device_map,
-                attn_implementation=ATTENTION,
-                **options,
-            )
-        except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-            raise ModelError(f"model: {config.model} cannot be loaded: {error}") from error
-        return cls(network.eval(), config.model, config.pack_weights)
+        network = load_companion(config, AutoModel, "dflash", (_KIND,))
+        return cls(network, config.model, config.pack_weights)
 
     def check(self, target: RaggedModel) -> None:
         """Raise ConfigError, naming both sides, for a target it was not made for."""

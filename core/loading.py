@@ -5,6 +5,8 @@ is refused with a reason. Knows nothing of how a model is run.
 """
 
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from transformers import (
@@ -16,7 +18,8 @@ from transformers import (
 
 from core import model_facts
 from core.config import ModelConfig
-from core.errors import ModelError
+from core.embedded import resolve_model
+from core.errors import ConfigError, ModelError
 from core.shared_weights import SharedCheckpoint, target_of
 from core.tokenizer import Tokenizer
 
@@ -78,6 +81,44 @@ def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.gguf_file:
         options["gguf_file"] = config.gguf_file
     return path, options
+
+
+def load_companion(
+    config: ModelConfig,
+    auto: Any,
+    kind: str,
+    model_types: Sequence[str],
+    prepare: Callable[[Any], None] = lambda checkpoint: None,
+) -> Any:
+    """The network of a drafter that was made for a target: a checkpoint of one of `model_types`.
+
+    auto: the library's class that loads it. kind: of drafter, for the error. prepare: called with
+    the checkpoint's config first. Raises ConfigError for another checkpoint, ModelError for one
+    that cannot be loaded.
+    """
+    name = resolve_model(config.model)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if (folder := Path(name).expanduser()).is_dir():
+        name, options["local_files_only"] = str(folder), True
+    try:
+        checkpoint = AutoConfig.from_pretrained(name, **options)
+        if checkpoint.model_type not in model_types:
+            raise ConfigError(
+                f"kind {kind!r} needs a checkpoint of {' or '.join(model_types)}, and "
+                f"{config.model!r} is a {checkpoint.model_type}"
+            )
+        prepare(checkpoint)
+        network = auto.from_pretrained(
+            name,
+            config=checkpoint,
+            dtype=config.dtype,
+            device_map=config.device_map,
+            attn_implementation=ATTENTION,
+            **options,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise ModelError(f"model: {config.model} cannot be loaded: {error}") from error
+    return network.eval()
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:

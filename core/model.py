@@ -26,7 +26,6 @@ from core.loading import ATTENTION, load_network, load_tokenizer
 from core.packing import pack_linears, watch_inputs
 from core.types import ModelIdentity
 
-_ATTENTION = ATTENTION
 #: Keywords that attention gets and may ignore: dropout is off, the rest does not change scores.
 _HARMLESS = {
     *("dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "return_dict"),
@@ -93,8 +92,8 @@ class RaggedModel:
     def __init__(self, config: ModelConfig, model: Any) -> None:
         """Use `load`. `model` is a transformers model that uses our attention function."""
         self._text = text = model.config.get_text_config()
-        self.network = self._model = model
-        self.device = self._device = _input_device(model)
+        self.network = model
+        self.device = _input_device(model)
         self.spans: dict[int, Span] = {}
         self.max_length = min(config.max_length, model_facts.max_length(text))
         self.max_sequences = config.max_sequences
@@ -119,7 +118,7 @@ class RaggedModel:
         self.eos_token_ids = model_facts.eos_token_ids(text, model.generation_config)
         self.default_sampling = model_facts.default_sampling(model.generation_config)
         self._check_attention(text)
-        if self._device.type != "cpu":  # so that a forward of any size fits from now on
+        if self.device.type != "cpu":  # so that a forward of any size fits from now on
             self._rehearse()
         if packed_bytes >= MIN_MAPPING_BYTES:  # smaller ones gain nothing
             move_to_huge_pages()
@@ -211,9 +210,9 @@ class RaggedModel:
         keep: list[int],
         context: RaggedContext | ProbeContext | None,
     ) -> Tensor:
-        inputs = torch.tensor([token_ids, positions]).to(self._device)
+        inputs = torch.tensor([token_ids, positions]).to(self.device)
         # The index stays on the CPU, which serves a head on any device. Heads need one row.
-        logits = self._model(
+        logits = self.network(
             input_ids=inputs[:1],
             position_ids=inputs[1:],
             use_cache=False,

@@ -32,7 +32,7 @@ from core.kv_cache import SlotCache
 from core.loading import ATTENTION, load_tokenizer
 from core.model import RaggedModel
 from core.packing import pack_linears, watch_inputs
-from core.shared_weights import target_tensors
+from core.shared_weights import single_device, target_tensors
 from core.types import ModelIdentity
 
 
@@ -213,9 +213,7 @@ def _without_layers(config: ModelConfig) -> Any:
         outside = target_tensors(Path(path))
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"model: {config.model} cannot be loaded: {error}") from error
-    device = config.device_map if isinstance(config.device_map, str) else "cpu"
-    if device in ("auto", "balanced", "balanced_low_0", "sequential"):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = single_device(config.device_map) if isinstance(config.device_map, str) else "cpu"
     embedding = main.get_input_embeddings()
     head = main.get_output_embeddings()
     for module in (embedding, head):

@@ -70,9 +70,7 @@ class SharedCheckpoint:
         """
         if not isinstance(device_map, str):
             raise ModelError("model: a drafter that shares weights is on one device: device_map")
-        if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
-            device_map = "cuda" if torch.cuda.is_available() else "cpu"
-        network.to(device_map)
+        network.to(single_device(device_map))
         text = network.config.get_text_config()
         try:
             found = network.load_state_dict(self.tensors, strict=False)
@@ -126,6 +124,13 @@ def keep_head_rows(network: Any, token_ids: Tensor) -> None:
     if head.bias is not None:
         narrow.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
     network.set_output_embeddings(narrow)
+
+
+def single_device(device_map: str) -> str:
+    """The one device of what is too small to be spread, where a config leaves the choice open."""
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device_map
 
 
 def target_of(path: str | Path) -> Path | None:
