@@ -28,6 +28,9 @@ from benchmarks import (  # noqa: E402
     overhead_rows,
     parameter_rows,
     serving_rows,
+    simulation_rows,
+    trace_rows,
+    tune_rows,
 )
 from benchmarks.context import QUICK, Bench, Scale  # noqa: E402
 from benchmarks.processes import BenchError  # noqa: E402
@@ -42,6 +45,9 @@ ROWS = (
     *overhead_rows.ROWS,
     *parameter_rows.ROWS,
     *kind_rows.ROWS,
+    *trace_rows.ROWS,
+    *tune_rows.ROWS,
+    *simulation_rows.ROWS,
 )
 
 

@@ -46,6 +46,7 @@ class Bench:
         self._ending = contextlib.AsyncExitStack()
         self._tokenizer: Tokenizer | None = None
         self._stacks: dict[bool, Stack] = {}
+        self._traced: Stack | None = None
         self._processes: dict[str, Process] = {}
         self._num_salts = 0
 
@@ -69,6 +70,15 @@ class Bench:
             await stack.generate(self.fresh(prompts.CHAT[:1])[0], 4)
             self._stacks[is_adaptive] = stack
         return self._stacks[is_adaptive]
+
+    async def traced_stack(self) -> Stack:
+        """Our services with an orchestrator that can record; see `benchmarks.traced`."""
+        if self._traced is None:
+            self._say("starting services to record")
+            cores = (self.target_core, self.other_core)
+            self._traced = await Stack.start(self.config, *cores, role="traced")
+            self._ending.push_async_callback(self._traced.stop)
+        return self._traced
 
     @contextlib.asynccontextmanager
     async def stack_of(self, config: Config) -> AsyncIterator[Stack]:

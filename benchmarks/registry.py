@@ -10,6 +10,7 @@ The decorator makes a Row of the function; a module of rows ends with the tuple 
 taken in turns, one pair per run. Knows nothing of how anything is measured.
 """
 
+import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `at_most` or `at_least` is the ratio's mark; a row may have none."""
+    """One line of the table. `at_most` and `at_least` are marks of the ratio; both may be None."""
 
     name: str
     unit: str
@@ -50,10 +51,11 @@ class Row:
     at_least: float | None = None
 
     def holds(self, ratio: float) -> bool | None:
-        """Whether the mark is reached; None without one."""
-        if self.at_most is not None:
-            return ratio <= self.at_most
-        return None if self.at_least is None else ratio >= self.at_least
+        """Whether the marks are met; None without any."""
+        if self.at_most is None and self.at_least is None:
+            return None
+        low = -math.inf if self.at_least is None else self.at_least
+        return low <= ratio <= (math.inf if self.at_most is None else self.at_most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,12 @@ class Outcome:
             return None if self.row.at_most is None and self.row.at_least is None else False
         return self.row.holds(self.measurement.ratio)
 
+    @property
+    def _better(self) -> str:
+        if self.row.at_most is None:
+            return "higher"
+        return "lower" if self.row.at_least is None else "nearer to 1"
+
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in build/bench.json."""
         measured = self.measurement
@@ -83,7 +91,7 @@ class Outcome:
             "unit": self.row.unit,
             "ratio": measured.ratio if measured else None,
             "mark": mark,
-            "better": "lower" if self.row.at_most is not None else "higher",
+            "better": self._better,
             "holds": self.holds,
             "spread": list(measured.spread) if measured else None,
             "notes": list(measured.notes) if measured else [self.error],

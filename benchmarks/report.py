@@ -59,7 +59,8 @@ def print_table(outcomes: Sequence[Outcome], facts: dict[str, Any], console: Con
 def _cells(outcome: Outcome) -> list[str]:
     row, measured = outcome.row, outcome.measurement
     mark = f"<= {row.at_most:.2f}" if row.at_most is not None else ""
-    mark = f">= {row.at_least:.2f}" if row.at_least is not None else mark
+    if row.at_least is not None:
+        mark = f"{row.at_least:.2f} .. {row.at_most:.2f}" if mark else f">= {row.at_least:.2f}"
     holds = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[outcome.holds]
     seconds = f"{outcome.seconds:.0f}"
     if measured is None:

@@ -1,6 +1,6 @@
 """One forerun service for the bench, as a process of its own.
 
-    python -m benchmarks.service verifier | drafter:POOL | orchestrator
+    python -m benchmarks.service verifier | drafter:POOL | orchestrator | traced
 
 The configuration comes as one line of JSON on stdin; the address goes out as the last word of a
 line on stdout. The services are those of `forerun verifier`, `drafter` and `orchestrator`; the
@@ -18,6 +18,12 @@ from core.rpc import configure_logging
 def main() -> None:
     """Serve until a signal, or until stdin ends."""
     config = Config.model_validate_json(read_line())
+    if sys.argv[1] == "traced":  # it goes on reading stdin
+        from benchmarks.traced import serve
+
+        configure_logging()
+        asyncio.run(serve(config))
+        return
     end_with_stdin()
     configure_logging()
     role, _, pool = sys.argv[1].partition(":")

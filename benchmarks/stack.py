@@ -66,12 +66,18 @@ class Stack:
     def __init__(self, processes: list[Process], address: str, metrics: str) -> None:
         self._processes = processes
         self._metrics = metrics
+        self.orchestrator = processes[-1]
         self._channel = create_channel(address)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     @classmethod
-    async def start(cls, config: Config, target_core: int, other_core: int) -> Self:
-        """Start the target, one drafter per pool, and the orchestrator. Raises BenchError."""
+    async def start(
+        cls, config: Config, target_core: int, other_core: int, role: str = "orchestrator"
+    ) -> Self:
+        """Start the target, one drafter per pool, and the orchestrator. Raises BenchError.
+
+        role: "traced" is the orchestrator that records; see `benchmarks.traced`.
+        """
         processes: list[Process] = []
         try:
             verifier = await _start("verifier", config, target_core, processes)
@@ -90,7 +96,7 @@ class Stack:
                 update={"verifier_addresses": [verifier_address], "port": 0, "metrics_port": None}
             )
             whole = config.model_copy(update={"drafter_pools": pools, "orchestrator": settings})
-            orchestrator = await _start("orchestrator", whole, other_core, processes)
+            orchestrator = await _start(role, whole, other_core, processes)
             return cls(processes, await _address(orchestrator), metrics)
         except BaseException:
             await _stop(processes)

@@ -136,6 +136,7 @@ def _attend_long(
     repeats, q = query.shape[0] // heads, query.shape[1]
     query = query.reshape(heads, repeats, q, -1)
     is_causal = num_keys == q and (options.window is None or q <= options.window)
+    is_causal = is_causal and not group.is_tree
     mask = None if is_causal else group.folded_mask(options.window, 1, query)
     output = F.scaled_dot_product_attention(
         query,

@@ -11,17 +11,23 @@ from dataclasses import dataclass
 from core.attention import Segment
 from core.errors import InvalidRequestError
 from core.kv_cache import SlotCache
+from core.tree import Node, tree_problem
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a forward: cut it to `position`, append `token_ids` (at least one),
-    and give the logits behind the last `num_logits` of them."""
+    and give the logits behind the last `num_logits` of them.
+
+    With `nodes` nothing is cut, `position` is the cache index behind all that the sequence has, and
+    the tokens become nodes: each stands behind what its node says.
+    """
 
     sequence: int
     position: int
     token_ids: Sequence[int]
     num_logits: int
+    nodes: Sequence[Node] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,9 @@ def check_rows(rows: Sequence[Row], cache: SlotCache, limits: BatchLimits) -> No
         if not cache.is_open(row.sequence):
             raise InvalidRequestError(name, "the sequence is not open")
         cached = len(cache.token_ids(row.sequence))
-        if not 0 <= row.position <= cached:
+        if row.nodes:
+            _check_nodes(row, cached, cache.num_used(row.sequence))
+        elif not 0 <= row.position <= cached:
             raise InvalidRequestError(
                 f"{name}.position", f"{row.position} is beyond the {cached} cached tokens"
             )
@@ -81,13 +89,25 @@ def check_rows(rows: Sequence[Row], cache: SlotCache, limits: BatchLimits) -> No
             raise InvalidRequestError(f"{name}.num_logits", f"must be in 0..{count}")
 
 
+def _check_nodes(row: Row, num_plain: int, num_used: int) -> None:
+    name = f"rows[{row.sequence}]"
+    if row.position != num_used:
+        raise InvalidRequestError(
+            f"{name}.position", f"{row.position} is not behind all {num_used} cached tokens"
+        )
+    if len(row.nodes) != len(row.token_ids):
+        raise InvalidRequestError(f"{name}.nodes", f"{len(row.token_ids)} tokens have as many")
+    if problem := tree_problem(row.nodes, num_plain, row.position):
+        raise InvalidRequestError(f"{name}.nodes", problem)
+
+
 def lay_out(rows: Sequence[Row], slots: Sequence[int]) -> BatchLayout:
     """Order the rows, in these `slots`, by length class and slot, as RaggedContext needs them.
 
     `logit_indices` keep the order of `rows`.
     """
     segments = [
-        Segment(slot, row.position, len(row.token_ids))
+        Segment(slot, row.position, len(row.token_ids), tuple(row.nodes))
         for slot, row in zip(slots, rows, strict=True)
     ]
     order = sorted(range(len(rows)), key=lambda i: (segments[i].is_long, segments[i].slot))
@@ -97,7 +117,7 @@ def lay_out(rows: Sequence[Row], slots: Sequence[int]) -> BatchLayout:
     spans: dict[int, Span] = {}
     for i in order:
         token_ids += rows[i].token_ids
-        positions += range(segments[i].start, segments[i].stop)
+        positions += segments[i].positions
         ends[i] = len(token_ids)
         segment, tokens = segments[i], slice(ends[i] - len(rows[i].token_ids), ends[i])
         indices = slice(segment.start, segment.stop)

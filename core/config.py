@@ -60,20 +60,30 @@ class VerifierConfig(_Section):
 class DrafterPoolConfig(_Section):
     """A pool of equal drafters. `model` is needed by kinds that have one; `options` by kind.
 
-    An `attached` drafter lives in every verifier's process, beside the target.
+    An `attached` drafter lives in every verifier's process, beside the target. With `min_replicas`
+    the number of replicas follows demand.
     """
 
     name: str = Field(min_length=1, pattern=r"^[a-z0-9][a-z0-9_-]*$")
     kind: str = Field(min_length=1)
     attached: bool = False
     replicas: int = Field(1, ge=0)
+    min_replicas: int | None = Field(None, ge=0)
+    max_replicas: int = Field(64, ge=0)
     max_draft_tokens: int = Field(4, ge=1, le=64)
+    max_branches: int = Field(0, ge=0, le=64)
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
+    metrics_port: int | None = Field(None, ge=0, le=65535)
     model: ModelConfig | None = None
     options: dict[str, Any] = {}
     placement: PlacementConfig = PlacementConfig()
     addresses: list[str] = []
+
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether the number of replicas follows demand."""
+        return self.min_replicas is not None and self.min_replicas < self.max_replicas
 
 
 class OrchestratorConfig(_Section):
@@ -95,12 +105,36 @@ class OrchestratorConfig(_Section):
     verifier_addresses: list[str] = []
 
 
+class HttpConfig(_Section):
+    """OpenAI's API over HTTP, and the page. `model_name` is what clients call the target."""
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    model_name: str = ""
+    page: bool = False
+
+
 class RayConfig(_Section):
     """The Ray cluster. An empty address starts a local one."""
 
     address: str = ""
     namespace: str = "forerun"
     object_store_mb: int = Field(100, ge=80)
+
+
+class TracingConfig(_Section):
+    """OpenTelemetry traces, sent by OTLP/gRPC. An empty endpoint sends none."""
+
+    endpoint: str = Field("", pattern=r"^(https?://\S+)?$")
+    sample_ratio: float = Field(1.0, ge=0, le=1)
+
+
+class LoggingConfig(_Section):
+    """Events on stderr: for people, or one JSON object a line."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    format: Literal["console", "json"] = "console"
 
 
 class Config(_Section):
@@ -110,7 +144,10 @@ class Config(_Section):
     verifier: VerifierConfig = VerifierConfig()
     drafter_pools: list[DrafterPoolConfig] = []
     orchestrator: OrchestratorConfig = OrchestratorConfig()
+    http: HttpConfig = HttpConfig()
     ray: RayConfig = RayConfig()
+    tracing: TracingConfig = TracingConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
@@ -130,6 +167,16 @@ class Config(_Section):
         for pool in self.drafter_pools:
             if pool.attached and pool.addresses:
                 raise ValueError(f"drafter_pools.{pool.name}.addresses: an attached pool has none")
+            if pool.attached and pool.min_replicas is not None:
+                raise ValueError(
+                    f"drafter_pools.{pool.name}.min_replicas: an attached pool has one drafter per"
+                    " verifier"
+                )
+            if not (pool.min_replicas or 0) <= pool.replicas <= pool.max_replicas:
+                raise ValueError(
+                    f"drafter_pools.{pool.name}.replicas: {pool.replicas} is not between"
+                    f" min_replicas {pool.min_replicas or 0} and max_replicas {pool.max_replicas}"
+                )
         return self
 
     @property

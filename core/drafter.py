@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from core.errors import ForerunError
-from core.types import ModelIdentity, SamplingParams, SparseDistribution
+from core.types import Branch, ModelIdentity, SamplingParams, SparseDistribution
 
 if TYPE_CHECKING:  # prompt lookup starts without torch
     from torch import Tensor
@@ -47,6 +47,7 @@ class DraftJob:
         need not compare them again; 0 when that is not known.
     features: for drafters with `needs`, what the target computed of the committed tokens that
         the drafter was told nothing of yet; see `TargetFeatures`.
+    num_guesses: for drafters that draft ahead, how many other tokens to remember at each position.
     """
 
     sequence: int
@@ -55,6 +56,7 @@ class DraftJob:
     sampling: SamplingParams
     num_unchanged: int = 0
     features: TargetFeatures | None = None
+    num_guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,64 @@ class Draft:
         return Draft(self.token_ids[:length], self.distributions[:length])
 
 
+@dataclass(frozen=True, slots=True)
+class AheadJob:
+    """One sequence whose block is at the target: draft behind the outcomes it may have.
+
+    token_ids, sampling, num_unchanged, num_guesses: as in a DraftJob, without the block.
+    block: the draft tokens at the target, m of them, which may be none.
+    num_draft_tokens: the most tokens wanted behind each outcome, at least 1.
+    fan_out: for each accepted count j from 0 to m, how many of the likeliest tokens the target may
+        say there to draft behind. Those below m are corrections: never the block's own token.
+    """
+
+    sequence: int
+    token_ids: Sequence[int]
+    block: Sequence[int]
+    num_draft_tokens: int
+    sampling: SamplingParams
+    fan_out: Sequence[int]
+    num_unchanged: int = 0
+    num_guesses: int = 0
+
+
+class Ahead(ABC):
+    """Drafts in the making for one block's outcomes; abandoned by forgetting it."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `advance` has nothing left to do."""
+
+    @property
+    @abstractmethod
+    def branches(self) -> Sequence[Branch]:
+        """The finished ones, in the order in which they were finished: it only grows.
+
+        Each is what `Drafter.draft` would answer if its outcome were committed.
+        """
+
+    @property
+    @abstractmethod
+    def guesses(self) -> Sequence[Sequence[int]]:
+        """For each accepted count the tokens the target may say there, likeliest first, also those
+        that are not drafted for; empty where they are not known yet."""
+
+    @abstractmethod
+    def keep(self, accepted: int, token: int) -> bool:
+        """The block has this outcome: forget all branches but its own. Ends this Ahead.
+
+        What was computed of that branch is used by the next job of the sequence, whose committed
+        tokens end in `token`. Returns whether there was one.
+        """
+
+
 class Drafter(ABC):
     """Proposes tokens. All methods run in one thread, never at once."""
 
     kind: ClassVar[str]
+    #: True when `begin_ahead` and `advance` can be called, for rules that need no distributions.
+    can_draft_ahead: ClassVar[bool] = False
     #: True when drafts come with distributions wherever the job's rule needs them.
     has_distributions: bool = False
     #: True when `draft` takes microseconds, so that the server may call it on its event loop.
@@ -122,6 +178,18 @@ class Drafter(ABC):
         or, for rules that need distributions, sampled from exactly the distributions returned,
         with noise of their own. How many there are must not depend on what they are.
         """
+
+    def begin_ahead(self, job: AheadJob) -> Ahead:
+        """Prepare to draft behind the outcomes of a block; computes nothing yet.
+
+        Until the outcome is told by `Ahead.keep`, or anything else is asked for the sequence, its
+        cache belongs to the Ahead.
+        """
+        raise NotImplementedError(f"{self.kind} cannot draft ahead")
+
+    def advance(self, aheads: Sequence[Ahead]) -> None:
+        """Do one short step, a model's forward, for all that are not done, as one batch."""
+        raise NotImplementedError(f"{self.kind} cannot draft ahead")
 
     def close(self, sequence: int) -> None:  # noqa: B027 - optional
         """Free what is held for a sequence; unknown ones are ignored."""

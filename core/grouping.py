@@ -6,8 +6,8 @@ Rows are attended in groups of neighbouring slots, so that K and V are views of 
     group 0  slots 2..5: K[2:6, :, :L]            queries padded to the longest row, and to a slot
                                                   that has no row; what padding computes is dropped
 n slots of a group, q queries per slot, L keys. A token's cache *index* and its *position* are two
-things: position reaches the model only as position_ids; everything here is about indices. Knows
-nothing of K and V themselves.
+things: position reaches the model only as position_ids; everything here is about indices, and they
+differ only for nodes (core/tree.py). Knows nothing of K and V themselves.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from core.tree import Node
 
 #: Rows of at most this many tokens share a group; longer ones fill a kernel by themselves.
 MAX_GROUPED_TOKENS = 32
@@ -30,16 +32,30 @@ KEY_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` tokens of a row, at cache indices `start`, `start + 1`, ... of `slot`."""
+    """`count` tokens of a row, at cache indices `start`, `start + 1`, ... of `slot`.
+
+    nodes: what each of them stands behind, where that is not all that lies in front of it.
+    """
 
     slot: int
     start: int
     count: int
+    nodes: tuple[Node, ...] = ()
 
     @property
     def stop(self) -> int:
-        """One behind the last cache index; also the number of keys the last token sees."""
+        """One behind the last cache index; also the number of keys the last token may see."""
         return self.start + self.count
+
+    @property
+    def positions(self) -> list[int]:
+        """The tokens in front of each of them."""
+        return [n.position for n in self.nodes] or list(range(self.start, self.stop))
+
+    @property
+    def first_position(self) -> int:
+        """The fewest tokens in front of one of them."""
+        return min(self.positions) if self.nodes else self.start
 
     @property
     def is_long(self) -> bool:
@@ -48,8 +64,14 @@ class Segment:
 
     def blocks(self) -> "list[Segment]":
         """Its tokens in segments that are not long."""
-        starts = range(self.start, self.stop, MAX_GROUPED_TOKENS)
-        return [Segment(self.slot, i, min(MAX_GROUPED_TOKENS, self.stop - i)) for i in starts]
+        parts = [
+            slice(i, min(i + MAX_GROUPED_TOKENS, self.count))
+            for i in range(0, self.count, MAX_GROUPED_TOKENS)
+        ]
+        return [
+            Segment(self.slot, self.start + part.start, part.stop - part.start, self.nodes[part])
+            for part in parts
+        ]
 
 
 def group_segments(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -82,18 +104,22 @@ class Group:
         self.num_slots = self.slots.stop - self.slots.start
         self.num_queries = max(segment.count for segment in segments)
         self.num_keys = max(segment.stop for segment in segments)
-        self.min_index = min(segment.start for segment in segments)
+        self.min_position = min(segment.first_position for segment in segments)
+        self.is_tree = any(segment.nodes for segment in segments)
         self.is_dense = self.num_slots * self.num_queries == self.tokens.stop - first_token
-        self.needs_no_mask = self.num_queries == 1 and self.min_index == self.num_keys - 1
+        self.needs_no_mask = self.num_queries == 1 and self.min_position == self.num_keys - 1
         self._masks: dict[tuple[int | None, torch.device], Tensor] = {}
         self._folded_masks: dict[tuple[object, ...], Tensor] = {}
         self._layout(segments)
 
     def _layout(self, segments: Sequence[Segment]) -> None:
         """Index tensors, on the CPU. Padding repeats a row's last token; a slot without a row
-        (its queries are dropped) stands at the last key."""
+        (its queries are dropped) stands at the last key. `indices` is the last key of those that a
+        query sees from the first one on; of a node, `paths` lists what it sees beside them."""
         gather: list[list[int]] = [[0] * self.num_queries for _ in range(self.num_slots)]
         indices = [[self.num_keys - 1] * self.num_queries for _ in range(self.num_slots)]
+        positions = [list(lane) for lane in indices] if self.is_tree else indices
+        paths: list[tuple[int, int, int, int]] = []  # lane, query, key, how far in front of it
         keep: list[int] = []
         offset = 0
         for segment in segments:
@@ -101,9 +127,20 @@ class Group:
             order = [min(i, segment.count - 1) for i in range(self.num_queries)]
             gather[lane] = [offset + i for i in order]
             indices[lane] = [segment.start + i for i in order]
+            if self.is_tree:
+                own = segment.positions
+                positions[lane] = [own[i] for i in order]
+            if segment.nodes:
+                indices[lane] = [segment.nodes[i].num_plain - 1 for i in order]
+                for query, i in enumerate(order):
+                    path = segment.nodes[i].path
+                    paths += [(lane, query, key, far) for far, key in enumerate(path[::-1])]
             keep += range(lane * self.num_queries, lane * self.num_queries + segment.count)
             offset += segment.count
         self.indices = torch.tensor(indices)
+        self.positions = self.indices
+        if self.is_tree:
+            self.positions, self.paths = torch.tensor(positions), torch.tensor(paths).T  # [4, E]
         self._index = {torch.device("cpu"): (torch.tensor(gather).flatten(), torch.tensor(keep))}
 
     def gather(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -115,7 +152,7 @@ class Group:
 
     def keys(self, window: int | None) -> slice:
         """The keys to read: those that any token sees; more if is_fixed, even beyond the cache."""
-        first = 0 if window is None else max(0, self.min_index - window + 1)
+        first = 0 if window is None else max(0, self.min_position - window + 1)
         if not self.is_fixed:
             return slice(first, self.num_keys)
         return slice(first // WINDOW_STEP * WINDOW_STEP, -(-self.num_keys // KEY_STEP) * KEY_STEP)
@@ -128,10 +165,18 @@ class Group:
             keys = torch.arange(span.start, span.stop, device=device)
             hidden = keys > indices
             if window is not None:
-                hidden |= keys <= indices - window
+                hidden |= keys <= self.positions.to(device)[:, :, None] - window
+            if self.is_tree:
+                self._show_paths(hidden, window, span.start)
             mask = torch.zeros(hidden.shape, device=device)
             self._masks[window, device] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._masks[window, device]
+
+    def _show_paths(self, hidden: Tensor, window: int | None, first_key: int) -> None:
+        """Let the nodes see what they stand behind, in `[n, q, L]` from `first_key` on."""
+        lanes, queries, keys, far = self.paths.to(hidden.device)
+        seen = far < (self.num_keys if window is None else window)
+        hidden[lanes[seen], queries[seen], keys[seen] - first_key] = False
 
     def folded_mask(self, window: int | None, repeats: int, like: Tensor) -> Tensor | None:
         """The same in the type of `like` as `[n, 1, repeats * q, L]`; None if nothing is hidden."""

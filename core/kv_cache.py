@@ -1,25 +1,26 @@
 """The slot cache: one fixed block of K/V memory per live sequence, all of it taken at load.
 
-Per layer, K and V are `[S, H, M, D]` (S slots, H KV heads, M tokens, D head size) on the device
-that layer runs on. A live sequence leases a slot; a finished one leaves its tokens behind in its
-slot as a *retained* prefix that later sequences may take over or copy, until the slot is needed.
+A live sequence leases a slot; a finished one leaves its tokens behind in its slot as a *retained*
+prefix that later sequences may take over or copy, until the slot is needed. The memory itself is in
+core/slot_memory.py.
 
     slot      0     1     2     3     4         live slots are contiguous (`place` sees to it), so
     owner     -    s7    s2    s9     -         a batch attends over views, never over gathers
     tokens  [..]  [...]  [.]  [....]  []        tokens whose K/V are in the slot, from index 0
+
+Behind its tokens a live slot may hold *nodes* (core/tree.py) for a while: tokens side by side, of
+which one branch is kept and all others are forgotten.
 
 Knows nothing of models or batches: who calls `write` says which cache index each K/V row has.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from core.errors import ForerunError, ModelError
-from core.huge_pages import prefer_huge_pages
+from core.errors import ForerunError
+from core.slot_memory import LayerSpec as LayerSpec
+from core.slot_memory import SlotMemory
+from core.tree import Node
 
 #: Shorter matches are not worth the copies (two small ones per layer).
 MIN_REUSED_TOKENS = 8
@@ -29,80 +30,28 @@ class NoSlotError(ForerunError):
     """All slots are leased to live sequences."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """K/V geometry of one layer, from its first call. `source` is the layer whose K/V it reads:
-    itself, or an earlier one where a model shares them between layers."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    device: torch.device
-    dtype: torch.dtype
-    source: int
-
-
 @dataclass(slots=True)
 class _Slot:
     owner: int | None = None
     token_ids: list[int] = field(default_factory=list)
+    node_ids: list[int] = field(default_factory=list)  # tokens of the nodes behind `token_ids`
     last_used: int = 0
 
+    @property
+    def num_used(self) -> int:
+        """Cache indices in use."""
+        return len(self.token_ids) + len(self.node_ids)
 
-class SlotCache:
+
+class SlotCache(SlotMemory):
     """K/V slots, their leases and the token ids in them. Not thread-safe."""
 
     def __init__(self, layers: Sequence[LayerSpec], max_sequences: int, max_length: int) -> None:
         """Allocate and touch everything. Raises ModelError that says how much was needed."""
-        self.layers = tuple(layers)
-        self.max_sequences = max_sequences
-        self.max_length = max_length
+        super().__init__(layers, max_sequences, max_length)
         self._slots = [_Slot() for _ in range(max_sequences)]
         self._slot_of: dict[int, int | None] = {}  # None: opened, no slot needed yet
         self._clock = 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        on_host = [layer for layer in self.layers if layer.device.type == "cpu"]
-        if self.num_bytes * len(on_host) > _available_bytes() * len(self.layers):
-            raise self._no_room(torch.device("cpu"))  # Linux would grant it, and kill us later
-        for index, layer in enumerate(self.layers):
-            if layer.source == index:
-                self.keys.append(self._allocate(layer, layer.key_dim))
-                self.values.append(self._allocate(layer, layer.value_dim))
-            else:
-                self.keys.append(self.keys[layer.source])
-                self.values.append(self.values[layer.source])
-        self._storage = [
-            tensor
-            for index, layer in enumerate(self.layers)
-            if layer.source == index
-            for tensor in (self.keys[index], self.values[index])
-        ]
-
-    def _allocate(self, layer: LayerSpec, dim: int) -> Tensor:
-        shape = (self.max_sequences, layer.num_heads, self.max_length, dim)
-        try:
-            # Not torch.zeros: its pages would be taken only when first written, in mid-flight.
-            memory = torch.empty(shape, dtype=layer.dtype, device=layer.device)
-            return prefer_huge_pages(memory).zero_()
-        except (RuntimeError, MemoryError) as error:  # includes torch's OutOfMemoryError
-            raise self._no_room(layer.device) from error
-
-    def _no_room(self, device: torch.device) -> ModelError:
-        return ModelError(
-            f"the K/V cache needs {self.num_bytes} bytes (max_sequences {self.max_sequences} x "
-            f"max_length {self.max_length}) and {device} has no room for it: lower one of the two"
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots of all layers."""
-        per_token = sum(
-            layer.num_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
-            for index, layer in enumerate(self.layers)
-            if layer.source == index
-        )
-        return per_token * self.max_sequences * self.max_length
 
     @property
     def num_live(self) -> int:
@@ -123,6 +72,7 @@ class SlotCache:
         index = self._slot_of.pop(sequence, None)
         if index is not None:
             self._slots[index].owner = None
+            self._slots[index].node_ids.clear()
             self._touch(index)
 
     def is_open(self, sequence: int) -> bool:
@@ -130,23 +80,51 @@ class SlotCache:
         return sequence in self._slot_of
 
     def token_ids(self, sequence: int) -> Sequence[int]:
-        """The cached tokens of a live sequence; the cache's own list, do not change or keep it."""
+        """The cached tokens of a live sequence, without nodes; the cache's own list, do not change
+        or keep it."""
         index = self._slot_of[sequence]
         return () if index is None else self._slots[index].token_ids
 
+    def num_used(self, sequence: int) -> int:
+        """Cached tokens and nodes of a live sequence: the cache index of the next one."""
+        index = self._slot_of[sequence]
+        return 0 if index is None else self._slots[index].num_used
+
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Forget the tokens from `length` on, and all nodes."""
         index = self._slot_of[sequence]
         assert 0 <= length <= len(self.token_ids(sequence)), "cannot truncate to more than there is"
         if index is not None:
             del self._slots[index].token_ids[length:]
+            self._slots[index].node_ids.clear()
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Note that the K/V of these tokens were written behind the cached ones."""
         index = self._slot_of[sequence]
         assert index is not None, "extend before place"
-        self._slots[index].token_ids.extend(token_ids)
-        assert len(self._slots[index].token_ids) <= self.max_length
+        slot = self._slots[index]
+        assert not slot.node_ids, "nothing goes behind nodes"
+        slot.token_ids.extend(token_ids)
+        assert slot.num_used <= self.max_length
+
+    def add_nodes(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Note that the K/V of these tokens were written as nodes, behind all there was."""
+        index = self._slot_of[sequence]
+        assert index is not None, "add_nodes before place"
+        self._slots[index].node_ids.extend(token_ids)
+        assert self._slots[index].num_used <= self.max_length
+
+    def keep(self, sequence: int, node: Node) -> None:
+        """Make `node` and what it stands behind the sequence's tokens, and forget all others."""
+        index = self._slot_of[sequence]
+        assert index is not None, "there is nothing to keep"
+        slot, length = self._slots[index], node.position + 1
+        assert node.num_plain <= len(slot.token_ids) <= min(node.path, default=self.max_length)
+        kept = [slot.node_ids[i - len(slot.token_ids)] for i in node.path]
+        if node.path != tuple(range(node.num_plain, length)):
+            self._gather(index, node.path, node.num_plain)
+        slot.token_ids[node.num_plain :] = kept
+        slot.node_ids.clear()
 
     def place(self, sequences: Sequence[int]) -> list[int]:
         """Slots of live sequences, given to those that have none, after closing every gap between
@@ -168,6 +146,7 @@ class SlotCache:
         tokens gained.
         """
         own = list(self.token_ids(sequence))
+        assert self.num_used(sequence) == len(own), "nothing goes behind nodes"
         wanted = own + list(token_ids[:-1])
         index = self._slot_of[sequence]
         source, match = -1, 0
@@ -214,33 +193,12 @@ class SlotCache:
 
         return min((i for i, slot in enumerate(self._slots) if slot.owner is None), key=cost)
 
-    # ------------------------------------------------------------ memory
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """Store `[H, T, D]` keys and values of one layer at `rows` `[T * H]`: indices into the
-        cache seen as `[S * H * M, D]`, token by token (see `row_index`)."""
-        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            dim = new.shape[2]
-            cache.view(-1, dim).index_copy_(0, rows, new.transpose(0, 1).reshape(-1, dim))
-
-    def row_index(self, slots: Tensor, indices: Tensor, num_heads: int) -> Tensor:
-        """`rows` of `write` for tokens `[T]` at cache index `indices` of `slots`."""
-        heads = torch.arange(num_heads, device=slots.device)
-        lanes = slots[:, None] * num_heads + heads
-        return (lanes * self.max_length + indices[:, None]).flatten()
-
-    def _copy(self, source: int, target: int, start: int, stop: int) -> None:
-        for tensor in self._storage:
-            tensor[target, :, start:stop] = tensor[source, :, start:stop]
+    # ------------------------------------------------------------ moves
 
     def _swap(self, a: int, b: int) -> None:
         """Exchange two slots, moving only the tokens there are."""
         first, second = self._slots[a], self._slots[b]
-        num_first, num_second = len(first.token_ids), len(second.token_ids)
-        for tensor in self._storage:
-            saved = tensor[a, :, :num_first].clone()
-            tensor[a, :, :num_second] = tensor[b, :, :num_second]
-            tensor[b, :, :num_first] = saved
+        self._exchange(a, first.num_used, b, second.num_used)
         self._slots[a], self._slots[b] = second, first
         for index in (a, b):
             owner = self._slots[index].owner
@@ -264,22 +222,7 @@ class SlotCache:
         leased = {sequence: i for sequence, i in self._slot_of.items() if i is not None}
         assert owners == leased, f"{owners} is not {leased}"
         assert len(self._slot_of) <= self.max_sequences
-        assert all(len(slot.token_ids) <= self.max_length for slot in self._slots)
-
-
-def _available_bytes() -> int:
-    """Host memory that may still be taken, within this container's limit; no limit off Linux."""
-    limit = 1 << 62
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limit = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
-        group = Path("/sys/fs/cgroup")
-        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-        in_use = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-        limit = min(limit, int((group / "memory.max").read_text()) - in_use)
-    except (OSError, ValueError, KeyError, StopIteration):
-        pass  # no such files, or the limit is "max"
-    return limit
+        assert all(slot.num_used <= self.max_length for slot in self._slots)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -1,22 +1,18 @@
-"""Prometheus: the endpoint of a process, and the series of a verifier.
+"""Prometheus: the endpoint of a process, and the series of a verifier and of a drafter.
 
 A process has one registry, made by whoever composes it, and may serve it on one port; nothing is
-registered globally, so two services in one process (tests, Ray actors) never collide. Counters
-carry the stems that users of other engines know (`spec_decode_num_drafts_total`, ...).
-
-    accepted per draft   rate(forerun_spec_decode_num_accepted_tokens_total[1m])
-                         / rate(forerun_spec_decode_num_drafts_total[1m])
-    share of time computing   rate(forerun_verifier_forward_seconds_sum[1m])
-    wait for the target, p99  histogram_quantile(0.99,
-                              sum by (le) (rate(forerun_verifier_queue_seconds_bucket[1m])))
+registered globally, so two services in one process (tests, Ray actors) never collide. What drafts
+brought is counted by the orchestrator, which knows their pools (`orchestrator.metrics`): a service
+counts its own work. docs/metrics.md has each series with its PromQL.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from core.errors import ConfigError
-from core.types import VerdictStatus, VerifyBatch, VerifyResult
+from core.types import DraftPlans, VerdictStatus, VerifyBatch, VerifyResult
 
 NAMESPACE: Final = "forerun"
 #: Buckets for anything between a hundred microseconds and ten seconds.
@@ -44,43 +40,46 @@ class MetricsServer:
         self._thread.join()
 
 
+def _makers(
+    registry: CollectorRegistry,
+) -> tuple[Callable[..., Counter], Callable[..., Histogram], Callable[..., Gauge]]:
+    """What makes counters, histograms of seconds and gauges: (name, text, *labels)."""
+
+    def counter(name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, namespace=NAMESPACE, registry=registry)
+
+    def seconds(name: str, text: str, *labels: str) -> Histogram:
+        buckets = SECONDS_BUCKETS
+        return Histogram(
+            name, text, labels, namespace=NAMESPACE, registry=registry, buckets=buckets
+        )
+
+    def gauge(name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, namespace=NAMESPACE, registry=registry)
+
+    return counter, seconds, gauge
+
+
 class VerifierMetrics:
     """What a verifier did, observed once per micro-batch; safe from any thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, namespace=NAMESPACE, registry=registry)
-
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(
-                name, text, namespace=NAMESPACE, registry=registry, buckets=SECONDS_BUCKETS
-            )
-
+        counter, seconds, gauge = _makers(registry)
         self._batches = counter("verifier_batches", "Micro-batches verified.")
         self._forwards = counter("verifier_forwards", "Forward passes of the target.")
         self._rows = counter("verifier_rows", "Rows verified, by what became of them.", "status")
         self._tokens = counter("verifier_tokens", "Tokens sent through the target.")
         self._cached = counter("verifier_cached_tokens", "Tokens copied instead of computed.")
-        self._drafts = counter("spec_decode_num_drafts", "Rows that carried a draft.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_at = counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their place in the draft.",
-            "position",
-        )
+        self._drafts = counter("verifier_drafts", "Rows that carried a draft.")
+        self._drafted = counter("verifier_draft_tokens", "Draft tokens verified.")
+        self._accepted = counter("verifier_accepted_tokens", "Draft tokens accepted.")
         self._forward = seconds("verifier_forward_seconds", "Time in the target, per batch.")
         self._sampling = seconds("verifier_sampling_seconds", "Time in the rule, per batch.")
         self._drafting = seconds(
             "verifier_drafting_seconds", "Time in attached drafters, and for features, per batch."
         )
         self._queue = seconds("verifier_queue_seconds", "Wait for the target, per batch.")
-        self._open = Gauge(
-            "verifier_open_sequences",
-            "Sequences that hold a slot.",
-            namespace=NAMESPACE,
-            registry=registry,
-        )
+        self._open = gauge("verifier_open_sequences", "Sequences that hold a slot.")
 
     def observe(self, batch: VerifyBatch, result: VerifyResult) -> None:
         """Count one micro-batch."""
@@ -101,9 +100,53 @@ class VerifierMetrics:
                 self._drafts.inc()
                 self._drafted.inc(len(row.draft_token_ids))
                 self._accepted.inc(verdict.accepted)
-                for position in range(verdict.accepted):
-                    self._accepted_at.labels(str(position)).inc()
 
     def set_open(self, num_open: int) -> None:
         """The number of sequences that hold a slot now."""
+        self._open.set(num_open)
+
+
+class DrafterMetrics:
+    """What a drafter of `pool` did, observed once per round; safe from any thread."""
+
+    def __init__(self, registry: CollectorRegistry, pool: str) -> None:
+        counter, seconds, gauge = _makers(registry)
+
+        def own(name: str, text: str) -> Counter:
+            return counter(name, text, "pool").labels(pool)
+
+        self._pool = pool
+        self._steps = own("drafter_steps", "Batches drafted, or chunks of prompts read.")
+        self._drafts = own("drafter_drafts", "Drafts made, with at least one token.")
+        self._tokens = own("drafter_draft_tokens", "Draft tokens made.")
+        self._refusals = counter(
+            "drafter_need_opens", "Sequences given up, by reason.", "pool", "reason"
+        )
+        self._step = seconds("drafter_step_seconds", "Time of a step.", "pool").labels(pool)
+        self._queue = seconds(
+            "drafter_queue_seconds", "Wait of the oldest message for its round.", "pool"
+        ).labels(pool)
+        self._open = gauge("drafter_open_sequences", "Sequences held.", "pool").labels(pool)
+
+    def taken(self, queue_s: float) -> None:
+        """A round takes messages in, the oldest of which has waited for `queue_s`."""
+        self._queue.observe(queue_s)
+
+    def stepped(self, step_s: float, frames: Iterable[DraftPlans]) -> None:
+        """A step took so long and gave these frames."""
+        self._steps.inc()
+        self._step.observe(step_s)
+        num_drafts = num_tokens = 0
+        for frame in frames:
+            for plan in frame.plans:
+                lengths = [len(branch.draft_token_ids) for branch in plan.branches]
+                num_drafts += sum(length > 0 for length in lengths)
+                num_tokens += sum(lengths)
+            for need in frame.need_opens:
+                self._refusals.labels(self._pool, need.reason.value).inc()
+        self._drafts.inc(num_drafts)
+        self._tokens.inc(num_tokens)
+
+    def set_open(self, num_open: int) -> None:
+        """The number of sequences held now."""
         self._open.set(num_open)

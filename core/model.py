@@ -169,7 +169,8 @@ class RaggedModel:
         """
         check_rows(rows, self.cache, self._limits)
         for row in rows:
-            self.cache.truncate(row.sequence, row.position)
+            if not row.nodes:
+                self.cache.truncate(row.sequence, row.position)
         slots = self.cache.place([row.sequence for row in rows])
         layout = lay_out(rows, slots)
         self.spans = layout.spans
@@ -180,7 +181,10 @@ class RaggedModel:
         finally:
             self._text.num_hidden_layers = self.num_layers
         for row in rows:
-            self.cache.extend(row.sequence, row.token_ids)
+            if row.nodes:
+                self.cache.add_nodes(row.sequence, row.token_ids)
+            else:
+                self.cache.extend(row.sequence, row.token_ids)
         return logits
 
     def can_exit_early(self, num_layers: int) -> bool:

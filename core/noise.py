@@ -216,6 +216,12 @@ def argmax_dense(scores: Tensor, keys: Tensor) -> Tensor:
     return ids
 
 
+def noise_of(keys: Tensor, tokens: Tensor) -> Tensor:
+    """G of some tokens of each row, fp64 `[n, m]`. keys: `[n]`; tokens: `[n, m]`."""
+    steps = (tokens + 1) * _signed(_TOKEN_STEP)
+    return _to_gumbel(_to_uniform(_random_bits(steps + keys[:, None])))
+
+
 def possible_winners(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """A superset of the tokens that can win their row, some 40 a row: rows and ids, `[S]` each.
 

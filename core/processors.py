@@ -181,11 +181,13 @@ class _SeenTokens:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """A draft behind a history; its len(draft) + 1 rows of logits begin with row `first`."""
+    """A draft behind a history and `prefix`; its len(draft) + 1 rows of logits begin with row
+    `first`."""
 
     history: History
     first: int
     draft_token_ids: Sequence[int] = ()
+    prefix: Sequence[int] = ()
 
 
 def apply_history(logits: Tensor, rows: Sequence[HistoryRow]) -> None:
@@ -198,7 +200,8 @@ def apply_history(logits: Tensor, rows: Sequence[HistoryRow]) -> None:
     penalties: list[tuple[float, float, float]] = []
     banned: list[tuple[int, int]] = []
     for row in rows:
-        history, params = row.history, row.history.params
+        history, params, length = row.history, row.history.params, len(row.history)
+        history.extend(row.prefix)
         penalty = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         for index, _ in enumerate(history._along(row.draft_token_ids), row.first):
             if len(history._bias[0]):
@@ -207,6 +210,7 @@ def apply_history(logits: Tensor, rows: Sequence[HistoryRow]) -> None:
                 seen.add(index, *history._seen.snapshot())
                 penalties.append(penalty)
             banned += [(index, token) for token in history._banned()]
+        history.truncate(length)
     if biased.rows:
         where = biased.where(logits.device)
         logits[where] += logits.new_tensor(np.concatenate(biased.values))

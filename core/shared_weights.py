@@ -118,12 +118,17 @@ def keep_head_rows(network: Any, token_ids: Tensor) -> None:
     head = network.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"model: {type(network).__name__} has no head that could be narrowed")
-    ids = token_ids.to(head.weight.device)
-    narrow = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
-    narrow.weight = nn.Parameter(head.weight.detach()[ids], requires_grad=False)
-    if head.bias is not None:
-        narrow.bias = nn.Parameter(head.bias.detach()[ids], requires_grad=False)
-    network.set_output_embeddings(narrow)
+    network.set_output_embeddings(head_rows(head.weight, head.bias, token_ids))
+
+
+def head_rows(weight: Tensor, bias: Tensor | None, token_ids: Tensor) -> nn.Linear:
+    """A head of these rows of another one's `[vocab_size, D]` weight and bias; not trainable."""
+    ids = token_ids.to(weight.device)
+    narrow = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    narrow.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+    if bias is not None:
+        narrow.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+    return narrow
 
 
 def single_device(device_map: str) -> str:

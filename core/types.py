@@ -12,6 +12,17 @@ and the receiver truncates to it, so repeating a message is always safe.
 import enum
 from dataclasses import dataclass, field
 
+from core.draft_types import Branch as Branch
+from core.draft_types import DraftClose as DraftClose
+from core.draft_types import DraftCommands as DraftCommands
+from core.draft_types import DraftCommit as DraftCommit
+from core.draft_types import DraftFeatures as DraftFeatures
+from core.draft_types import DraftOpen as DraftOpen
+from core.draft_types import DraftPlans as DraftPlans
+from core.draft_types import DraftSent as DraftSent
+from core.draft_types import NeedOpen as NeedOpen
+from core.draft_types import NeedOpenReason as NeedOpenReason
+from core.draft_types import Plan as Plan
 from core.params import Features as Features
 from core.params import Rule as Rule
 from core.params import SamplingParams as SamplingParams
@@ -29,8 +40,6 @@ class ModelIdentity:
 
 
 # ---------------------------------------------------------------- verifier
-
-
 class VerdictStatus(enum.Enum):
     """What became of a row or an open."""
 
@@ -73,6 +82,7 @@ class VerifyOpen:
     prompt_logprobs: report the prompt's tokens too, in the verdicts that read them.
     features: what a remote drafter needs of each token ("hidden_states", "kv:3"), for the verdicts.
     attached: pool of the attached drafter that drafts for it, "" for none.
+    traceparent: W3C trace context of the request, "" without tracing.
     """
 
     sequence: int
@@ -82,6 +92,7 @@ class VerifyOpen:
     prompt_logprobs: bool = False
     features: tuple[str, ...] = ()
     attached: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +173,7 @@ class VerifyTimings:
     sampling_ns: int = 0
     num_forwards: int = 0
     draft_ns: int = 0
+    total_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +187,6 @@ class VerifyResult:
 
 
 # ---------------------------------------------------------------- drafter
-
-
-class NeedOpenReason(enum.Enum):
-    """Why a drafter cannot go on with a sequence."""
-
-    GAP = "gap"
-    TOO_LONG = "too_long"
-    FULL = "full"
-    INVALID = "invalid"
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
     """What a drafter is and can hold, from the handshake. 0 means unlimited.
@@ -201,99 +202,3 @@ class DrafterInfo:
     instance_id: str
     has_distributions: bool = False
     needs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftOpen:
-    """Take up a sequence from its committed tokens; draft `next_draft_tokens` at once."""
-
-    sequence: int
-    generation: int
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    max_draft_tokens: int
-    next_draft_tokens: int = 0
-    fan_out: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCommit:
-    """The target committed `token_ids` behind `base_length`; `accepted` of them were drafted."""
-
-    sequence: int
-    generation: int
-    base_length: int
-    accepted: int
-    token_ids: tuple[int, ...]
-    next_draft_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DraftClose:
-    """Forget a sequence."""
-
-    sequence: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFeatures:
-    """The target's features of some committed tokens of a sequence."""
-
-    sequence: int
-    generation: int
-    features: Features
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCommands:
-    """One frame to a drafter. Closes are applied first, then opens, features, commits."""
-
-    opens: tuple[DraftOpen, ...] = ()
-    commits: tuple[DraftCommit, ...] = ()
-    closes: tuple[DraftClose, ...] = ()
-    features: tuple[DraftFeatures, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """The draft for one outcome: `accepted` draft tokens, then the target's `token`."""
-
-    accepted: int
-    token: int
-    draft_token_ids: tuple[int, ...]
-    draft_distributions: tuple[SparseDistribution, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Drafts for outcomes of the block sent on `base_length` committed tokens.
-
-    After an open of L tokens, and after a commit, the one outcome is the known one:
-    base_length + accepted + 1 is then the committed length and `token` its last token.
-    """
-
-    sequence: int
-    generation: int
-    base_length: int
-    branches: tuple[Branch, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NeedOpen:
-    """The drafter cannot go on with a sequence."""
-
-    sequence: int
-    generation: int
-    reason: NeedOpenReason
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPlans:
-    """One frame from a drafter."""
-
-    plans: tuple[Plan, ...] = ()
-    need_opens: tuple[NeedOpen, ...] = ()
-    draft_ns: int = 0
-    num_queued: int = 0

@@ -17,6 +17,7 @@ from core.types import (
     DraftFeatures,
     DraftOpen,
     DraftPlans,
+    DraftSent,
     NeedOpen,
     NeedOpenReason,
     Plan,
@@ -101,6 +102,16 @@ def draft_commands_to_proto(commands: DraftCommands) -> drafter_pb2.SessionReque
             )
             for each in commands.features
         ],
+        sents=[
+            drafter_pb2.DraftSent(
+                sequence=sent.sequence,
+                generation=sent.generation,
+                base_length=sent.base_length,
+                num_draft_tokens=sent.num_draft_tokens,
+                next_draft_tokens=sent.next_draft_tokens,
+            )
+            for sent in commands.sents
+        ],
     )
 
 
@@ -111,8 +122,9 @@ def _open_to_proto(open_: DraftOpen) -> drafter_pb2.DraftOpen:
         token_ids=open_.token_ids,
         sampling=sampling_to_proto(open_.sampling),
         max_draft_tokens=open_.max_draft_tokens,
-        fan_out=open_.fan_out,
+        max_branches=open_.max_branches,
         next_draft_tokens=open_.next_draft_tokens,
+        traceparent=open_.traceparent,
     )
 
 
@@ -140,6 +152,18 @@ def draft_commands_from_proto(message: drafter_pb2.SessionRequest) -> DraftComma
                 for each in message.features
             ]
         ),
+        sents=tuple(
+            [
+                DraftSent(
+                    sent.sequence,
+                    sent.generation,
+                    sent.base_length,
+                    sent.num_draft_tokens,
+                    sent.next_draft_tokens,
+                )
+                for sent in message.sents
+            ]
+        ),
     )
 
 
@@ -151,7 +175,8 @@ def _open_from_proto(message: drafter_pb2.DraftOpen) -> DraftOpen:
         sampling=sampling_from_proto(message.sampling, "opens.sampling"),
         max_draft_tokens=message.max_draft_tokens,
         next_draft_tokens=message.next_draft_tokens,
-        fan_out=message.fan_out,
+        max_branches=message.max_branches,
+        traceparent=message.traceparent,
     )
 
 

@@ -102,6 +102,7 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
                 prompt_logprobs=open_.prompt_logprobs,
                 features=open_.features,
                 attached=open_.attached,
+                traceparent=open_.traceparent,
             )
             for open_ in batch.opens
         ],
@@ -140,6 +141,7 @@ def _verify_open_from_proto(message: verifier_pb2.VerifyOpen) -> VerifyOpen:
         message.prompt_logprobs,
         tuple(message.features),
         message.attached,
+        message.traceparent,
     )
 
 
@@ -211,6 +213,7 @@ def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
             sampling_ns=timings.sampling_ns,
             num_forwards=timings.num_forwards,
             draft_ns=timings.draft_ns,
+            total_ns=timings.total_ns,
         ),
     )
 
@@ -261,5 +264,6 @@ def verify_result_from_proto(message: verifier_pb2.VerifyResponse) -> VerifyResu
             timings.sampling_ns,
             timings.num_forwards,
             timings.draft_ns,
+            timings.total_ns,
         ),
     )

@@ -7,7 +7,7 @@ as the target draws them, with the noise of their position. Knows nothing of mod
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,17 +17,35 @@ from core.processors import History, HistoryRow, apply_history
 from core.sampling import NO_TOKEN, draw, process_logits
 from core.types import Rule, SparseDistribution
 from drafter_service.distributions import Distributions
+from drafter_service.guesses import best_tokens
 
 
 @dataclass(slots=True)
 class DraftInProgress:
-    """A draft in the making; `is_done` when nothing more is to be drawn for it."""
+    """A draft in the making; `is_done` when nothing more is to be drawn for it.
+
+    behind: tokens between the job's committed ones and the draft, where it is for an outcome that
+        is only foreseen.
+    guesses: for each drafted token the others that might have been drawn, likeliest first.
+    """
 
     job: DraftJob
     history: History | None
     token_ids: list[int]
     distributions: list[SparseDistribution]
     is_done: bool
+    behind: tuple[int, ...] = ()
+    guesses: list[tuple[int, ...]] = field(default_factory=list)
+
+    def fork(self, behind: Sequence[int], num_draft_tokens: int) -> "DraftInProgress":
+        """An empty draft behind tokens that may follow this one's job."""
+        job = replace(self.job, num_draft_tokens=num_draft_tokens)
+        return DraftInProgress(job, self.history, [], [], False, tuple(behind))
+
+    @property
+    def position(self) -> int:
+        """Where the next token of the draft will stand."""
+        return len(self.job.token_ids) + len(self.behind) + len(self.token_ids)
 
     @property
     def has_distributions(self) -> bool:
@@ -45,8 +63,17 @@ class DraftInProgress:
         self.token_ids.append(token_id)
         if distribution is not None:
             self.distributions.append(distribution)
-        if self.history is not None and not self.is_done:
-            self.history.extend([token_id])
+
+    def restore(self, token_id: int, guesses: tuple[int, ...]) -> None:
+        """Append what was drawn before, and the others that might have been."""
+        self.add(token_id)
+        self.guesses.append(guesses)
+
+    def guess(self, token_id: int, best: Sequence[int]) -> None:
+        """Remember the likeliest tokens beside the one that was drawn last."""
+        if token_id != NO_TOKEN:
+            others = [token for token in best if token != token_id]
+            self.guesses.append(tuple(others[: self.job.num_guesses]))
 
     def end(self) -> Draft:
         """The draft."""
@@ -78,7 +105,7 @@ class DraftDrawer:
         """Give each draft its next token, from its row of `[len(drafts), vocab_size]` fp32 logits,
         which are changed in place."""
         looking_back = [
-            HistoryRow(draft.history, row)
+            HistoryRow(draft.history, row, prefix=(*draft.behind, *draft.token_ids))
             for row, draft in enumerate(drafts)
             if draft.history is not None
         ]
@@ -92,8 +119,7 @@ class DraftDrawer:
             self._sample(_rows(logits, sampled), [drafts[i] for i in sampled])
 
     def _history(self, job: DraftJob) -> History | None:
-        """What the job's parameters look back at, if they do: exactly the job's tokens, of which
-        those that are unchanged stand before the last draft, if there was one."""
+        """What the job's parameters look back at, if they do: exactly the job's tokens."""
         if not History.needed(job.sampling):
             return None
         history = self._histories.get(job.sequence)
@@ -108,9 +134,18 @@ class DraftDrawer:
     def _draw(self, logits: Tensor, drafts: Sequence[DraftInProgress]) -> None:
         """Each draft's next token as the target would draw it."""
         params = [draft.job.sampling for draft in drafts]
-        positions = [len(draft.job.token_ids) + len(draft.token_ids) for draft in drafts]
-        for draft, token_id in zip(drafts, draw(logits, params, positions).tolist(), strict=True):
+        positions = [draft.position for draft in drafts]
+        drawn = draw(logits, params, positions).tolist()
+        for draft, token_id in zip(drafts, drawn, strict=True):
             draft.add(token_id)
+        guessing = [i for i, draft in enumerate(drafts) if draft.job.num_guesses]
+        if guessing:
+            count = 1 + max(drafts[i].job.num_guesses for i in guessing)
+            chosen = [params[i] for i in guessing], [positions[i] for i in guessing]
+            for i, best in zip(
+                guessing, best_tokens(_rows(logits, guessing), *chosen, count), strict=True
+            ):
+                drafts[i].guess(drawn[i], best)
 
     def _sample(self, logits: Tensor, drafts: Sequence[DraftInProgress]) -> None:
         """Each draft's next token from its own distribution, which is kept beside it."""

@@ -4,18 +4,22 @@ Knows nothing of sockets, event loops or how a drafter works. One thread calls i
 
     commands ──apply──▶ SequenceTable ──step──▶ drafter.draft(batch) ──▶ plans, by stream
 
-What is wanted comes first: a step drafts for every sequence that waits, as one batch. Prompts are
-read in chunks when nobody waits, and now and then when somebody always does.
+What is wanted comes first: a step drafts for every sequence that waits, as one batch; then, a
+forward at a time, drafts for the outcomes of blocks at the target (ahead.py). Prompts are read in
+chunks when nobody waits, and now and then when somebody always does.
 """
 
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import structlog
 
 from core.drafter import Draft, Drafter, DraftJob, MissingFeaturesError, TargetFeatures
 from core.types import Branch, DraftCommands, DraftPlans, Features, NeedOpenReason, Plan
+from drafter_service.ahead import AheadWork
+from drafter_service.fan_out import MAX_GUESSES
 from drafter_service.sequences import HeldSequence, Key, Limits, SequenceTable
 
 #: While drafts are always wanted, the share of steps that goes to reading prompts is one in this.
@@ -29,23 +33,32 @@ _Batch = list[tuple[Key, DraftJob]]
 class DrafterEngine:
     """Keeps the streams' sequences and turns commands into plans. Not thread-safe."""
 
-    def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_draft_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` tells seconds: branches are as many as there was time for."""
         self._drafter = drafter
         limits = Limits(
             max_draft_tokens=max_draft_tokens,
             max_length=drafter.max_length,
             max_sequences=drafter.max_sequences,
             vocab_size=drafter.identity.vocab_size,
+            can_draft_ahead=drafter.can_draft_ahead and not drafter.needs,
         )
-        self._table = SequenceTable(limits, on_forget=drafter.close)
+        self._ahead = AheadWork(drafter, clock)
+        self._table = SequenceTable(limits, self._forget, self._ahead.decide)
         self._steps_since_prefill = 0
+        self._ahead_ns = 0
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
         held = self._table.held.values()
         return self._table.has_need_opens or any(
-            self._is_wanted(each) or self._lag(each) for each in held
+            self._is_wanted(each) or self._lag(each) or self._ahead.has_work(each) for each in held
         )
 
     @property
@@ -66,21 +79,20 @@ class DrafterEngine:
         self._table.close_stream(stream)
 
     def step(self) -> list[tuple[int, DraftPlans]]:
-        """Draft one batch; returns at most one frame per stream. Without work it does nothing."""
+        """Draft one batch, or one forward ahead; returns at most one frame per stream. Without work
+        it does nothing."""
         started_ns = time.perf_counter_ns()
         plans: defaultdict[int, list[Plan]] = defaultdict(list)
-        for key, job, draft in self._draft(self._choose()):
-            held = self._table.held[key]
-            held.seen = len(job.token_ids)
-            if job.num_draft_tokens:
-                held.wanted = 0
-                draft = draft.cut(job.num_draft_tokens)
-                branch = Branch(
-                    held.accepted, held.token_ids[-1], draft.token_ids, draft.distributions
-                )
-                plans[key[0]].append(Plan(key[1], held.generation, held.base_length, (branch,)))
+        made = self._answer()
+        batch = [] if made else self._choose()
+        is_ahead = not made and not batch
+        for key, plan in made or (self._draft_ahead() if is_ahead else self._draft_batch(batch)):
+            plans[key[0]].append(plan)
         need_opens = self._table.take_need_opens()
         draft_ns = time.perf_counter_ns() - started_ns
+        if is_ahead:  # a plan takes several steps
+            draft_ns += self._ahead_ns
+        self._ahead_ns = draft_ns if is_ahead and not plans else 0
         queued = [key[0] for key, held in self._table.held.items() if held.wanted]
         return [
             (
@@ -95,6 +107,39 @@ class DrafterEngine:
             for stream in sorted(plans.keys() | need_opens.keys())
         ]
 
+    def _answer(self) -> list[tuple[Key, Plan]]:
+        """What is wanted and was drafted ahead."""
+        ready = [
+            (key, held)
+            for key, held in self._table.held.items()
+            if 0 < held.wanted <= len(held.known)
+        ]
+        return [(key, _plan(key, held, Draft(held.known))) for key, held in ready]
+
+    def _draft_batch(self, batch: _Batch) -> list[tuple[Key, Plan]]:
+        """Draft what `_choose` says."""
+        plans = []
+        for key, job, draft in self._draft(batch):
+            held = self._table.held[key]
+            held.seen = len(job.token_ids)
+            if job.num_draft_tokens:
+                held.known = draft.token_ids
+                plans.append((key, _plan(key, held, draft)))
+        return plans
+
+    def _draft_ahead(self) -> list[tuple[Key, Plan]]:
+        """One step for the outcomes of blocks at the target."""
+        plans = []
+        for key, branches in self._ahead.step(self._table.held.items()).items():
+            held = self._table.held[key]
+            plan = Plan(key[1], held.generation, len(held.token_ids), tuple(branches))
+            plans.append((key, plan))
+        return plans
+
+    def _forget(self, handle: int) -> None:
+        self._ahead.forget(handle)
+        self._drafter.close(handle)
+
     def _is_wanted(self, held: HeldSequence) -> bool:
         """Whether a draft is due that can be made."""
         return held.wanted > 0 and (not self._drafter.needs or held.has_every_feature)
@@ -104,7 +149,8 @@ class DrafterEngine:
         return held.num_untold if self._drafter.needs else held.lag
 
     def _choose(self) -> _Batch:
-        """The next batch: every wanted draft, or else a chunk of what the drafter has not read.
+        """The next batch: every wanted draft, or else a chunk of what the drafter has not read;
+        nothing where drafting ahead goes before that.
 
         A wanted draft that has more than a chunk to read first waits among the readers, in front.
         """
@@ -117,7 +163,8 @@ class DrafterEngine:
             elif self._lag(held):
                 behind[key] = held
         self._steps_since_prefill += 1
-        if wanted and not (behind and self._steps_since_prefill >= _PREFILL_EVERY):
+        is_busy = bool(wanted) or any(map(self._ahead.has_work, self._table.held.values()))
+        if is_busy and not (behind and self._steps_since_prefill >= _PREFILL_EVERY):
             return [
                 (key, _job(held, len(held.token_ids), held.wanted)) for key, held in wanted.items()
             ]
@@ -162,13 +209,28 @@ class DrafterEngine:
         return results
 
 
+def _plan(key: Key, held: HeldSequence, draft: Draft) -> Plan:
+    """The draft that was wanted, for the known outcome."""
+    draft, held.wanted = draft.cut(held.wanted), 0
+    branch = Branch(held.accepted, held.token_ids[-1], draft.token_ids, draft.distributions)
+    return Plan(key[1], held.generation, held.base_length, (branch,))
+
+
 def _job(held: HeldSequence, end: int, num_draft_tokens: int) -> DraftJob:
     """A job for the first `end` tokens. It takes the features that wait with it."""
     token_ids = held.token_ids if end == len(held.token_ids) else held.token_ids[:end]
     features = None
     if held.untold:
         features, held.untold = _join(held.untold), []
-    return DraftJob(held.handle, token_ids, num_draft_tokens, held.sampling, held.seen, features)
+    return DraftJob(
+        sequence=held.handle,
+        token_ids=token_ids,
+        num_draft_tokens=num_draft_tokens,
+        sampling=held.sampling,
+        num_unchanged=held.seen,
+        features=features,
+        num_guesses=min(held.max_branches, MAX_GUESSES),
+    )
 
 
 def _join(untold: list[Features]) -> TargetFeatures:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.types import (
     DraftClose,
@@ -18,6 +18,7 @@ from core.types import (
     DraftCommit,
     DraftFeatures,
     DraftOpen,
+    DraftSent,
     Features,
     NeedOpen,
     NeedOpenReason,
@@ -35,13 +36,16 @@ class Limits:
     max_length: int = 0
     max_sequences: int = 0
     vocab_size: int = 0
+    can_draft_ahead: bool = False
 
 
 @dataclass(slots=True)
 class HeldSequence:
     """A sequence. `handle` is the drafter's name for it, `seen` how many of its tokens the drafter
     knows, `wanted` the length of the draft that is due, `accepted` belongs to the last outcome.
-    `untold` are target features the drafter has not been given, which end at `num_featured`."""
+    `untold` are target features the drafter has not been given, which end at `num_featured`.
+    `known` is the draft for the known outcome, once there is one; `sent` what was told of the block
+    at the target, until the drafter takes it up; `max_branches` is 0 where it cannot."""
 
     handle: int
     generation: int
@@ -53,6 +57,9 @@ class HeldSequence:
     seen: int = 0
     untold: list[Features] = field(default_factory=list)
     num_featured: int = 0
+    max_branches: int = 0
+    known: tuple[int, ...] = ()
+    sent: DraftSent | None = None
 
     @property
     def num_untold(self) -> int:
@@ -76,12 +83,22 @@ class HeldSequence:
 
 
 class SequenceTable:
-    """The sequences of all streams. `on_forget` gets the handle of each that is dropped."""
+    """The sequences of all streams.
 
-    def __init__(self, limits: Limits, on_forget: Callable[[int], None]) -> None:
+    on_forget: gets the handle of each that is dropped.
+    on_commit: gets a commit before it is applied; says whether the drafter knows its tokens.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        on_forget: Callable[[int], None],
+        on_commit: Callable[[HeldSequence, DraftCommit], bool] = lambda held, commit: False,
+    ) -> None:
         self.held: dict[Key, HeldSequence] = {}
         self._limits = limits
         self._on_forget = on_forget
+        self._on_commit = on_commit
         self._refused: dict[Key, int] = {}  # generation that was answered by a NeedOpen
         self._need_opens: defaultdict[int, list[NeedOpen]] = defaultdict(list)
         self._handles = itertools.count()
@@ -106,6 +123,8 @@ class SequenceTable:
             self._tell((stream, features.sequence), features)
         for commit in commands.commits:
             self._commit((stream, commit.sequence), commit)
+        for sent in commands.sents:
+            self._sent((stream, sent.sequence), sent)
 
     def refuse(self, key: Key, generation: int, reason: NeedOpenReason, message: str) -> None:
         """Answer with a NeedOpen and forget the sequence; an older generation is ignored."""
@@ -143,6 +162,7 @@ class SequenceTable:
                 token_ids=list(open_.token_ids),
                 sampling=open_.sampling,
                 max_draft_tokens=min(open_.max_draft_tokens, self._limits.max_draft_tokens),
+                max_branches=self._max_branches(open_),
             )
             self._want(key, held, open_.next_draft_tokens)
 
@@ -186,10 +206,31 @@ class SequenceTable:
             message = f"base_length is {commit.base_length}, {len(held.token_ids)} tokens are held"
             self.refuse(key, commit.generation, NeedOpenReason.GAP, message)
         else:
+            has_followed = self._on_commit(held, commit)
             held.token_ids[commit.base_length :] = commit.token_ids
-            held.seen = min(held.seen, commit.base_length)
+            held.seen = len(held.token_ids) if has_followed else min(held.seen, commit.base_length)
             held.accepted = commit.accepted
             self._want(key, held, commit.next_draft_tokens)
+
+    def _sent(self, key: Key, sent: DraftSent) -> None:
+        """Note which block is at the target: a draft for the outcome before it comes too late. One
+        that is not the known draft's beginning has no outcomes that could be foreseen."""
+        held = self.held.get(key)
+        if held is None or sent.generation != held.generation:
+            return
+        if sent.base_length > len(held.token_ids):
+            message = f"base_length is {sent.base_length}, {len(held.token_ids)} tokens are held"
+            self.refuse(key, sent.generation, NeedOpenReason.GAP, message)
+        elif sent.base_length == len(held.token_ids):
+            held.wanted = 0
+            length = min(sent.next_draft_tokens, held.max_draft_tokens)
+            if held.max_branches and length and sent.num_draft_tokens <= len(held.known):
+                held.sent = replace(sent, next_draft_tokens=length)
+
+    def _max_branches(self, open_: DraftOpen) -> int:
+        """Outcomes to draft for: rules that look at distributions are not drafted ahead for."""
+        can = self._limits.can_draft_ahead and not open_.sampling.rule.needs_distributions
+        return open_.max_branches if can else 0
 
     def _want(self, key: Key, held: HeldSequence, num_draft_tokens: int) -> None:
         """Note the next wish, as far as the drafter's context has room for it."""

@@ -15,17 +15,22 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
+from opentelemetry.trace import NoOpTracer, Tracer
+from prometheus_client import CollectorRegistry
 
 from core import wire
 from core.config import DrafterPoolConfig
 from core.drafter import Drafter
 from core.errors import InvalidRequestError
+from core.metrics import DrafterMetrics, MetricsServer
 from core.rpc import RunningServer, create_server
+from core.tracing import SequenceSpans
 from core.types import DrafterInfo, DraftPlans
 from drafter_service.drafters import create_drafter
 from drafter_service.engine import DrafterEngine
@@ -43,8 +48,15 @@ _Change = Callable[[DrafterEngine], None]
 class Worker:
     """Runs the engine: changes gather in the inbox, plans go to the outbox of their stream."""
 
-    def __init__(self, engine: DrafterEngine, thread: ThreadPoolExecutor | None) -> None:
+    def __init__(
+        self,
+        engine: DrafterEngine,
+        thread: ThreadPoolExecutor | None,
+        metrics: DrafterMetrics | None = None,
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics or DrafterMetrics(CollectorRegistry(), "")
+        self._since = 0.0  # when the oldest change in the inbox came
         self._thread = thread  # None: on the event loop
         self._inbox: list[_Change] = []
         self._outboxes: dict[int, _Outbox] = {}
@@ -64,6 +76,8 @@ class Worker:
 
     def submit(self, change: _Change) -> None:
         """Have the engine changed, in order."""
+        if not self._inbox:
+            self._since = time.perf_counter()
         self._inbox.append(change)
         self._wake.set()
 
@@ -82,6 +96,8 @@ class Worker:
 
     async def _work_once(self) -> bool:
         inbox, self._inbox = self._inbox, []
+        if inbox:
+            self._metrics.taken(time.perf_counter() - self._since)
         if self._thread is None:
             frames, has_work = self._work(inbox)
         else:
@@ -95,15 +111,22 @@ class Worker:
     def _work(self, inbox: list[_Change]) -> tuple[list[tuple[int, DraftPlans]], bool]:
         for change in inbox:
             change(self._engine)
-        return self._engine.step(), self._engine.has_work
+        self._metrics.set_open(self._engine.num_sequences)
+        if not self._engine.has_work:
+            return [], False
+        started_at = time.perf_counter()
+        frames = self._engine.step()
+        self._metrics.stepped(time.perf_counter() - started_at, [plans for _, plans in frames])
+        return frames, self._engine.has_work
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """The two calls of drafter.proto."""
 
-    def __init__(self, info: DrafterInfo, worker: Worker) -> None:
+    def __init__(self, info: DrafterInfo, worker: Worker, spans: SequenceSpans) -> None:
         self._info = info
         self._worker = worker
+        self._spans = spans
 
     async def DescribeDrafter(
         self, request: drafter_pb2.DescribeDrafterRequest, context: Any
@@ -121,10 +144,12 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             while (plans := await outbox.get()) is not None:
                 if isinstance(plans, Exception):
                     raise plans
+                self._spans.drafted(stream, plans)  # before a close that answers it
                 yield wire.draft_plans_to_proto(plans)
         finally:
             reader.cancel()
             self._worker.close_stream(stream)
+            self._spans.close_stream(stream)
 
     async def _read(
         self,
@@ -134,6 +159,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         try:
             async for request in requests:
+                closes = (close.sequence for close in request.closes)
+                self._spans.apply(stream, request.opens, closes)
                 self._worker.submit(_change(stream, request))
         except Exception as error:  # handed to the call, whose boundary turns it into a status
             outbox.put_nowait(error)
@@ -166,16 +193,27 @@ def _change(stream: int, request: drafter_pb2.SessionRequest) -> _Change:
     return change
 
 
-async def serve_drafter(pool: DrafterPoolConfig) -> RunningServer:
-    """Load the pool's drafter and serve it on `pool.host`, `pool.port` (0: a free one).
+async def serve_drafter(
+    pool: DrafterPoolConfig,
+    registry: CollectorRegistry | None = None,
+    tracer: Tracer | None = None,
+) -> RunningServer:
+    """Load the pool's drafter and serve it on `pool.host`, `pool.port` (0: a free one), and its
+    metrics (in `registry`) if the pool gives a port for them.
 
     Raises ConfigError or ModelError when the drafter cannot be made.
     """
-    return await serve(await asyncio.to_thread(create_drafter, pool), pool)
+    drafter = await asyncio.to_thread(create_drafter, pool)
+    return await serve(drafter, pool, registry, tracer)
 
 
-async def serve(drafter: Drafter, pool: DrafterPoolConfig) -> RunningServer:
-    """Serve a drafter that is already there; of `pool`, address and draft length count."""
+async def serve(
+    drafter: Drafter,
+    pool: DrafterPoolConfig,
+    registry: CollectorRegistry | None = None,
+    tracer: Tracer | None = None,
+) -> RunningServer:
+    """Serve a drafter that is already there; of `pool`, name, addresses and draft length count."""
     info = DrafterInfo(
         kind=drafter.kind,
         identity=drafter.identity,
@@ -187,18 +225,24 @@ async def serve(drafter: Drafter, pool: DrafterPoolConfig) -> RunningServer:
         needs=drafter.needs,
     )
     thread = None if drafter.runs_inline else ThreadPoolExecutor(1, thread_name_prefix="drafter")
-    worker = Worker(DrafterEngine(drafter, pool.max_draft_tokens), thread)
+    registry = registry or CollectorRegistry()
+    metrics = DrafterMetrics(registry, pool.name)
+    worker = Worker(DrafterEngine(drafter, pool.max_draft_tokens), thread, metrics)
     task = asyncio.create_task(worker.run(), name="drafter-worker")
+    resources = contextlib.ExitStack()
 
     async def stop() -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        await asyncio.to_thread(resources.close)
         if thread is not None:
             await asyncio.to_thread(thread.shutdown)
 
-    servicer = DrafterServicer(info, worker)
+    servicer = DrafterServicer(info, worker, SequenceSpans(tracer or NoOpTracer(), "draft"))
     try:
+        if pool.metrics_port is not None:
+            resources.callback(MetricsServer(registry, pool.metrics_port, pool.host).stop)
         return await create_server(
             lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(servicer, server),
             [_SERVICE],

@@ -2,7 +2,8 @@
 
 Starts `forerun serve` as a user would, in a process of its own, and talks to it over gRPC as any
 client would. Accepted draft tokens are green. Every prompt is then answered again without drafts
-and with the small draft model; the table at the end sets them side by side.
+and with the small draft model; the table at the end sets them side by side. The page and OpenAI's
+API are served meanwhile; at a terminal they stay until Enter is pressed.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from protos import generation_pb2, generation_pb2_grpc
 CONFIG = Path(__file__).parent.parent / "deploy" / "config" / "local.toml"
 MAX_NEW_TOKENS = 96
 READY = "forerun is ready at "
+PAGE = "the page is at "
 STOP_TIMEOUT_S = 60
 MOON = (
     "The Moon is Earth's only natural satellite. It orbits around Earth at an average distance of "
@@ -60,20 +62,24 @@ class Run:
 
 
 @contextlib.contextmanager
-def served(config: str, console: Console) -> Iterator[str]:
-    """`forerun serve`, and the address it serves at; ended by SIGTERM, as an operator would."""
+def served(config: str, http_port: int, console: Console) -> Iterator[tuple[str, str]]:
+    """`forerun serve`: its API's address and its page's URL; ended by SIGTERM, as an operator
+    would."""
     command = [sys.executable, "-m", "orchestrator.cli", "serve", "--config", config]
     # A session of its own: Ctrl-C is for this process, which then ends that one in order.
-    server = subprocess.Popen(
-        [*command, "--port", "0"], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command += ["--port", "0", "--http", str(http_port)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert server.stdout is not None
-        lines = (line for line in server.stdout if line.startswith(READY))
-        address = next(lines, "").removeprefix(READY).strip()
-        if not address:
+        page = ""
+        for line in server.stdout:
+            if line.startswith(PAGE):
+                page = line.removeprefix(PAGE).strip()
+            if line.startswith(READY):
+                break
+        else:
             raise SystemExit(f"forerun serve did not start (exit code {server.wait()})")
-        yield address
+        yield line.removeprefix(READY).strip(), page
     finally:
         console.rule("stopping")
         server.send_signal(signal.SIGTERM)
@@ -151,6 +157,7 @@ def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description="Watch forerun draft and verify.")
     parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--http", type=int, default=8000, help="port of the page; 0: a free one")
     options = parser.parse_args()
     console = Console()
     started = time.monotonic()
@@ -161,9 +168,10 @@ def main() -> None:
     step("starting target, drafters, orchestrator")
     runs = []
     with contextlib.ExitStack() as running:
-        address = running.enter_context(served(options.config, console))
+        address, page = running.enter_context(served(options.config, options.http, console))
         channel = running.enter_context(grpc.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        console.print(f"the page: [bold]{page}[/bold]   OpenAI's API: [bold]{page}v1[/bold]")
         console.print("[bold green]green[/bold green]: drafted and accepted; plain: the target's")
         for prompt, question in PROMPTS.items():
             step(prompt)
@@ -175,6 +183,8 @@ def main() -> None:
             runs += [answer(stub, prompt, pool) for pool in ("", "draft")]
         order = list(PROMPTS)
         show(sorted(runs, key=lambda run: (order.index(run.prompt), run.pool != "")), console)
+        if sys.stdin.isatty():
+            console.input(f"\nThe page is still at [bold]{page}[/bold]; Enter ends it ... ")
     step("done, nothing is left running")
 
 

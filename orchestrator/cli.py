@@ -3,11 +3,14 @@
     forerun serve          everything, with Ray: verifiers, drafters and the orchestrator
     forerun verifier | drafter | orchestrator      one service, without Ray
     forerun generate | status                      the clients
+    forerun scale | drain                          more and fewer drafters
     forerun distil         make a drafter for a target
+    forerun tune           measure drafters, and recommend one
+    forerun trace          run generations, and write down where their time went
     forerun version
 
 An error that forerun knows is one line on stderr and exit code 2, never a traceback. All work is
-in `orchestrator.launch`, `client_cli` and `distil_cli`; `--help` imports neither torch nor ray.
+in `orchestrator.launch` and the `_cli` modules; `--help` imports neither torch nor ray.
 """
 
 import sys
@@ -20,7 +23,7 @@ from core import __version__
 from core.config import Config, load_config
 from core.errors import ForerunError
 from core.rpc import configure_logging
-from orchestrator import client_cli, distil_cli
+from orchestrator import client_cli, distil_cli, scale_cli, trace_cli, tune_cli
 
 app = typer.Typer(
     help="Serve a large language model, made fast by drafters that run somewhere else.",
@@ -30,7 +33,11 @@ app = typer.Typer(
 )
 app.command()(client_cli.generate)
 app.command()(client_cli.status)
+app.command()(scale_cli.scale)
+app.command()(scale_cli.drain)
 app.command()(distil_cli.distil)
+app.command()(tune_cli.tune)
+app.command()(trace_cli.trace)
 
 _ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The TOML configuration.")]
 _PortOption = Annotated[
@@ -45,6 +52,10 @@ def serve(
         str, typer.Option(help="Join this Ray cluster (host:port) instead of the config's.")
     ] = "",
     port: _PortOption = None,
+    http: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve OpenAI's API and the page at this port, too."),
+    ] = None,
 ) -> None:
     """Bring up everything: Ray (a local one, or a running cluster), services, orchestrator."""
     from orchestrator.launch import run_cluster
@@ -53,6 +64,9 @@ def serve(
     if address:
         ray = settings.ray.model_copy(update={"address": address})
         settings = settings.model_copy(update={"ray": ray})
+    if http is not None:
+        given = {"enabled": True, "port": http, "page": True}
+        settings = settings.model_copy(update={"http": settings.http.model_copy(update=given)})
     run_cluster(settings)
 
 
@@ -92,6 +106,7 @@ def version() -> None:
 def _load(path: Path, port: int | None = None) -> Config:
     configure_logging()
     config = load_config(path)
+    configure_logging(config.logging.level, json=config.logging.format == "json")
     if port is None:
         return config
     settings = config.orchestrator.model_copy(update={"port": port})

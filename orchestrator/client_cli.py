@@ -10,6 +10,7 @@ functions to the `forerun` command.
 import asyncio
 import collections
 import itertools
+import os
 import sys
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -96,7 +97,7 @@ def generate(
         )
     except ValueError as error:  # a number that its field cannot hold
         _fail(str(error))
-    _run(_generate(request, address, token_file, as_json, coloured), address)
+    run_client(_generate(request, address, token_file, as_json, coloured), address)
 
 
 _Options = TypeVar("_Options", bound=Message)
@@ -126,13 +127,15 @@ def status(
     address: Address = DEFAULT_ADDRESS, token_file: TokenFile = "", as_json: Json = False
 ) -> None:
     """Show verifiers, drafter pools and queue."""
-    _run(_status(address, token_file, as_json), address)
+    run_client(_status(address, token_file, as_json), address)
 
 
 async def _generate(
     request: pb.GenerateRequest, address: str, token_file: str, as_json: bool, coloured: bool
 ) -> None:
     metadata = bearer_metadata(read_token(token_file))
+    if traceparent := os.environ.get("TRACEPARENT"):  # the caller's trace, as OpenTelemetry has it
+        metadata = (*metadata, ("traceparent", traceparent))
     painters = collections.defaultdict[int, Painter](Painter)
     texts = collections.defaultdict[int, str](str)  # of samples, until it is their turn
     is_line_open = False
@@ -177,7 +180,7 @@ async def _status(address: str, token_file: str, as_json: bool) -> None:
             console.print(f"{replica.replica_id}: {replica.message}", markup=False)
 
 
-def _run(main: Coroutine[Any, Any, None], address: str) -> None:
+def run_client(main: Coroutine[Any, Any, None], address: str) -> None:
     """Run to the end; every expected failure becomes one line and an exit code."""
     try:
         asyncio.run(main)

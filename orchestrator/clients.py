@@ -108,7 +108,7 @@ class ReplicaClient(ABC, Generic[Info, Outgoing, Incoming]):
             was_ready = False
             try:
                 address = await self.spec.resolve()
-                async with create_channel(address) as channel:
+                async with (self.spec.connect or create_channel)(address) as channel:
                     info = await self._shake_hands(channel)
                     self._outbox, attempt, was_ready = asyncio.Queue(), 0, True
                     self._call = self._stream(channel)

@@ -5,14 +5,16 @@ address. Not a token passes through Ray: actor calls start a service and find it
 
     RayCluster.start(config)   join or start Ray, start the actors, wait until all serve
     RayCluster.replicas()      how the engine finds each of them, also after a restart
+    RayCluster.add_drafter(), end_drafter()      more and fewer, while all the others serve
     RayCluster.stop()          end what was started here, nothing else
 
 On a joined cluster actors are detached: they outlive an orchestrator that was killed, and the next
-one with the same config finds them by name. Knows nothing of requests.
+one with the same config finds them by name, also those added later. Knows nothing of requests.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 import time
@@ -25,9 +27,10 @@ import ray.exceptions
 import ray.util
 
 from core import __version__
-from core.config import Config, PlacementConfig
+from core.config import Config, DrafterPoolConfig, PlacementConfig
 from core.errors import ConfigError, ModelError, UnavailableError
 from orchestrator.local_ray import LocalRay
+from orchestrator.ray_options import describe_amounts, describe_placement, placement_options
 from orchestrator.requests import ReplicaSpec
 from orchestrator.service_actor import ServiceActor, Started
 
@@ -60,6 +63,7 @@ class RayCluster:
         self._local: LocalRay | None = None
         self._has_joined = False
         self._actors: list[_Actor] = []
+        self._next_index: dict[str, int] = {}
 
     @classmethod
     def start(cls, config: Config, report: Report = lambda line: None) -> "RayCluster":
@@ -89,6 +93,28 @@ class RayCluster:
     def replicas(self) -> list[ReplicaSpec]:
         """One per actor. `resolve` asks it for its address at this moment."""
         return [_replica(actor) for actor in self._actors]
+
+    def add_drafter(self, pool: str) -> ReplicaSpec:
+        """One more drafter in a pool, without waiting for it: Ray places it as soon as it can.
+
+        Raises UnavailableError, and ConfigError as `start` does.
+        """
+        name = f"drafter-{pool}-{self._next_index[pool]}"
+        self._next_index[pool] += 1  # no name twice: an actor that was ended lives on for a moment
+        try:
+            self._create_actor(name, pool, self._config.pool(pool).placement)
+        except (ray.exceptions.RayError, ValueError, ConnectionError) as error:
+            raise UnavailableError(f"{name}: {error}") from error
+        return _replica(self._actors[-1])
+
+    def end_drafter(self, replica_id: str) -> None:
+        """End a drafter for good, also one that was found running."""
+        for actor in self._actors:
+            if actor.name == replica_id:
+                self._actors.remove(actor)
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(actor.handle, no_restart=True)
+                return
 
     def stop(self) -> None:
         """End the actors that were started here, and the Ray that was; safe to call again."""
@@ -136,8 +162,15 @@ class RayCluster:
         config = self._config
         for index in range(config.verifier.replicas):
             self._create_actor(f"verifier-{index}", "", config.verifier.placement)
+        running = {
+            each["name"]
+            for each in ray.util.list_named_actors(all_namespaces=True)
+            if each["namespace"] == config.ray.namespace
+        }
         for pool in config.remote_pools:
-            for index in range(pool.replicas):
+            indices = _indices(pool, running)
+            self._next_index[pool.name] = max(indices, default=-1) + 1
+            for index in indices:
                 self._create_actor(f"drafter-{pool.name}-{index}", pool.name, pool.placement)
 
     def _create_actor(self, name: str, pool: str, placement: PlacementConfig) -> None:
@@ -151,7 +184,7 @@ class RayCluster:
                 lifetime="detached" if self._has_joined else None,
                 max_restarts=-1,
                 max_task_retries=-1,
-                **_placement_options(placement),
+                **placement_options(placement),
             ).remote(self._config, pool, ray.util.get_node_ip_address)
         self._actors.append(_Actor(name, pool, placement, handle, is_ours))
 
@@ -181,11 +214,14 @@ class RayCluster:
             for reference in done:
                 _get(waiting.pop(reference), reference)
             if not done and time.monotonic() > give_up_at:
-                lines = [_asked_for(actor) for actor in waiting.values()]
+                lines = [
+                    f"{each.name} ({describe_placement(each.placement)})"
+                    for each in waiting.values()
+                ]
                 raise UnavailableError(
                     f"no room after {limit_s:.0f} s for {'; '.join(lines)}. "
-                    f"The cluster has {_amounts(ray.cluster_resources())}, "
-                    f"of it free {_amounts(ray.available_resources())}"
+                    f"The cluster has {describe_amounts(ray.cluster_resources())}, "
+                    f"of it free {describe_amounts(ray.available_resources())}"
                 )
 
     def _wait_until_serving(self) -> None:
@@ -204,6 +240,16 @@ class RayCluster:
                     raise kind(f"{actor.name}: {started.error}")
                 elapsed_s = time.monotonic() - started_at
                 self._report(f"{actor.name}: serves at {started.address} ({elapsed_s:.1f} s)")
+
+
+def _indices(pool: DrafterPoolConfig, running: set[str]) -> list[int]:
+    """The numbers of a pool's drafters: of those that run, and new ones if they are too few."""
+    names = [name.rpartition("-") for name in running]
+    found = {int(i) for base, _, i in names if base == f"drafter-{pool.name}" and i.isdecimal()}
+    kept = sorted(found)[: pool.max_replicas]
+    unused = (index for index in itertools.count() if index not in found)
+    num_missing = max(pool.replicas, pool.min_replicas or 0) - len(kept)
+    return sorted([*kept, *itertools.islice(unused, max(0, num_missing))])
 
 
 def _knock(address: str) -> None:
@@ -247,35 +293,3 @@ def _replica(actor: _Actor) -> ReplicaSpec:
 def _ignore_late(future: "asyncio.Future[Any]") -> None:
     if not future.cancelled():
         future.exception()
-
-
-def _placement_options(placement: PlacementConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus}
-    if placement.accelerator_type:
-        options["accelerator_type"] = placement.accelerator_type
-    if placement.resources:
-        options["resources"] = placement.resources
-    if placement.label_selector:
-        options["label_selector"] = placement.label_selector
-    return options
-
-
-def _asked_for(actor: _Actor) -> str:
-    placement = actor.placement
-    wanted = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
-    text = f"{actor.name} ({_amounts(wanted)}"
-    if placement.accelerator_type:
-        text += f", accelerator_type {placement.accelerator_type}"
-    if placement.label_selector:
-        text += f", labels {placement.label_selector}"
-    return text + ")"
-
-
-def _amounts(resources: dict[str, float]) -> str:
-    """Resources in words, without the ones Ray makes up for itself."""
-    named = {
-        name: amount
-        for name, amount in sorted(resources.items())
-        if amount and not name.startswith("node:") and not name.endswith("memory")
-    }
-    return ", ".join(f"{name} {amount:g}" for name, amount in named.items()) or "nothing"

@@ -6,7 +6,7 @@ The work is in `drafter_service.distil`. Errors that forerun knows are told by `
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -25,12 +25,17 @@ class _Bars:
         self._progress = progress
         self._bars = {
             "writing text": progress.add_task("writing text", total=None, note=""),
+            "hidden states": progress.add_task("hidden states", total=None, note="", visible=False),
             "training": progress.add_task("training", total=None, note=""),
         }
         self._shown = 0
 
     def wrote(self, num_tokens: int, planned: int) -> None:
         self._move("writing text", num_tokens, planned, "tokens")
+
+    def computed(self, num_shards: int, planned: int) -> None:
+        self._progress.update(self._bars["hidden states"], visible=True)
+        self._move("hidden states", num_shards, planned, "shards")
 
     def trained(self, step: int, planned: int, last: "Point | None") -> None:
         note = "steps"
@@ -53,7 +58,17 @@ _Work = Annotated[Path | None, typer.Option(help="Where unfinished things lie; d
 _Prompts = Annotated[
     Path | None, typer.Option(help="Prompts, one a line, instead of the built-in ones.")
 ]
-_LayersHelp = "How many layers of the target to keep, or which: 0,10,20,29."
+_LayersHelp = "Of a pruned copy: how many layers of the target to keep, or which: 0,10,20,29."
+_FeatureLayers = Annotated[
+    str,
+    typer.Option(
+        help="Of a prediction layer: layers whose hidden states it gets beside the last one, like"
+        " 9,19, or none; default: at one and two thirds of the depth."
+    ),
+]
+_Shape = Annotated[
+    str, typer.Option(help="prediction_layer (on the target's hidden states) or pruned.")
+]
 _Vocabulary = Annotated[
     int, typer.Option(min=0, help="Tokens the drafter may propose; 0 is all of them.")
 ]
@@ -62,11 +77,13 @@ _Vocabulary = Annotated[
 def distil(
     target: Annotated[str, typer.Option(help="Directory of the target, or embedded:NAME.")],
     out: Annotated[Path, typer.Option(help="The directory to write; must not exist yet.")],
+    shape: _Shape = "prediction_layer",
     work: _Work = None,
     prompts: _Prompts = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text.")] = 400_000,
     layers: Annotated[str, typer.Option(help=_LayersHelp)] = "4",
-    vocabulary: _Vocabulary = 12_288,
+    feature_layers: _FeatureLayers = "",
+    vocabulary: _Vocabulary = 16_384,
     epochs: Annotated[float, typer.Option(min=0, help="How often to see the text.")] = 5.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts per training step.")] = 16,
     learning_rate: Annotated[float, typer.Option(min=0)] = 1e-2,
@@ -85,10 +102,12 @@ def distil(
     options = DistilOptions(
         target=target,
         out=out,
+        shape=_shape(shape),
         work=work,
         prompts=prompts,
         num_tokens=tokens,
         layers=_layers(layers),
+        feature_layers=_feature_layers(feature_layers),
         vocabulary=vocabulary,
         rows=rows,
         threads=threads,
@@ -126,11 +145,27 @@ def _progress() -> Progress:
     )
 
 
+def _shape(text: str) -> Literal["prediction_layer", "pruned"]:
+    if text == "prediction_layer":
+        return "prediction_layer"
+    if text == "pruned":
+        return "pruned"
+    raise typer.BadParameter("prediction_layer or pruned", param_hint="--shape")
+
+
 def _layers(text: str) -> tuple[int, ...] | int:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            "a number, or layers like 0,10,20,29", param_hint="--layers"
-        ) from None
+    numbers = _numbers(text, "--layers")
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _feature_layers(text: str) -> tuple[int, ...] | None:
+    if text in ("", "none"):
+        return () if text else None
+    return _numbers(text, "--feature-layers")
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter("a number, or layers like 0,10,20,29", param_hint=option) from None

@@ -6,32 +6,30 @@ sequences. A drafter that is lost, full or confused costs speed and never text.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import structlog
 
 from core.config import DrafterPoolConfig
-from core.errors import HandshakeError
+from core.errors import HandshakeError, InvalidRequestError
 from core.types import (
-    DraftClose,
-    DraftCommands,
-    DraftCommit,
     DrafterInfo,
     DraftFeatures,
-    DraftOpen,
     DraftPlans,
     NeedOpen,
     NeedOpenReason,
     Rule,
     Verdict,
     VerifierInfo,
+    VerifyRow,
 )
 from orchestrator.clients import DrafterClient
 from orchestrator.controller import Acceptance
+from orchestrator.outbox import Outbox
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica, explain_mismatch
 from orchestrator.requests import Health, PoolStatus, ReplicaSpec
 from orchestrator.routing import Router, traffic_of
+from orchestrator.trace import Recorder
 
 log = structlog.get_logger()
 
@@ -40,25 +38,6 @@ _CAUSES = {
     NeedOpenReason.FULL: "drafter_full",
     NeedOpenReason.INVALID: "drafter_error",
 }
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """What the next frame to one drafter holds."""
-
-    opens: list[DraftOpen] = field(default_factory=list)
-    commits: list[DraftCommit] = field(default_factory=list)
-    closes: list[DraftClose] = field(default_factory=list)
-    features: list[DraftFeatures] = field(default_factory=list)
-
-    def drop(self, sequence: int) -> bool:
-        """Take back what has not been sent of a sequence; whether its open was among it."""
-        opens = [each for each in self.opens if each.sequence != sequence]
-        has_open = len(opens) < len(self.opens)
-        self.opens = opens
-        self.commits = [each for each in self.commits if each.sequence != sequence]
-        self.features = [each for each in self.features if each.sequence != sequence]
-        return has_open
 
 
 class Drafting:
@@ -80,6 +59,7 @@ class Drafting:
         retell: Callable[[Sequence], None],
     ) -> None:
         self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens, c.attached) for c in configs}
+        self._max_branches = {c.name: c.max_branches for c in configs}
         self._acceptances = {c.name: Acceptance.of_pool() for c in configs}
         self._fallback_pool = fallback_pool
         self.default_pool = default_pool or next(iter(self.pools), "")
@@ -93,29 +73,51 @@ class Drafting:
         self._retell = retell
         self._clients: dict[str, DrafterClient] = {}
         self._replicas: dict[str, tuple[Pool, Replica]] = {}
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outboxes: dict[str, Outbox] = {}
+        self.recorder: Recorder | None = None
 
     def start(self, specs: list[ReplicaSpec], target: VerifierInfo) -> None:
         """Connect to every drafter; those that do not fit `target` are refused."""
         self._num_ids = target.tokenizer_size
         for spec in specs:
-            pool = self.pools[spec.pool]
-            replica = pool.add(spec.replica_id)
-            self._replicas[spec.replica_id] = (pool, replica)
+            self.add(spec, target)
 
-            def check(info: DrafterInfo, pool: Pool = pool) -> None:
-                if mismatch := explain_mismatch(info.identity, target.identity):
-                    raise HandshakeError(f"drafter_pools.{pool.name}: {mismatch}")
+    def add(self, spec: ReplicaSpec, target: VerifierInfo) -> None:
+        """Connect to one more drafter. It is refused when it does not fit `target`."""
+        pool = self.pools[spec.pool]
+        replica = pool.add(spec.replica_id)
+        self._replicas[spec.replica_id] = (pool, replica)
 
-            client = DrafterClient(
-                spec,
-                check=check,
-                on_ready=lambda address, info, r=replica: self._ready(r, address, info),  # type: ignore[misc]
-                on_message=lambda plans, r=replica: self._plans(r, plans),  # type: ignore[misc]
-                on_lost=lambda health, why, r=replica: self._lost(r, health, why),  # type: ignore[misc]
-            )
-            self._clients[spec.replica_id] = client
-            client.start()
+        def check(info: DrafterInfo) -> None:
+            if mismatch := explain_mismatch(info.identity, target.identity):
+                raise HandshakeError(f"drafter_pools.{pool.name}: {mismatch}")
+
+        client = DrafterClient(
+            spec,
+            check=check,
+            on_ready=lambda address, info: self._ready(replica, address, info),
+            on_message=lambda plans: self._plans(replica, plans),
+            on_lost=lambda health, why: self._lost(replica, health, why),
+        )
+        self._clients[spec.replica_id] = client
+        client.start()
+
+    async def drain(self, replica_id: str) -> None:
+        """Move a drafter's sequences to others, which take them up from what is committed, and
+        close its connection. Raises InvalidRequestError when no pool has it."""
+        pool, replica = self._replicas.get(replica_id, (None, None))
+        if pool is None or replica is None or pool.replicas.get(replica_id) is not replica:
+            raise InvalidRequestError("replica_id", f"there is no drafter {replica_id!r}")
+        del pool.replicas[replica_id]  # from now on nobody chooses it
+        client = self._clients.pop(replica_id)
+        self._lost(replica, Health.LOST, "drained")
+        await client.stop()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every drafter has shaken hands, or failed to."""
+        replicas = [r for pool in self.pools.values() for r in pool.replicas.values()]
+        return all(r.health is not Health.CONNECTING for r in replicas)
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -144,10 +146,9 @@ class Drafting:
             is_lacking = is_ensemble and pool is not None and pool.choose() is not None
             sequence.absence = "no_distributions" if is_lacking else "no_drafter"
             return
-        replica.sequences.add(sequence.id)
-        opened = sequence.open_drafter(
-            replica.replica_id, self._limit(pool, replica), self._clock()
-        )
+        replica.take(sequence.id)
+        limits = self._limit(pool, replica), self._clock(), self._max_branches[pool.name]
+        opened = sequence.open_drafter(replica.replica_id, *limits)
         self._enter(sequence, pool)
         self._outbox(replica).opens.append(opened)
         sequence.needs = replica.needs
@@ -194,6 +195,12 @@ class Drafting:
         commit = sequence.commit_drafter(token_ids, self._clock())
         self._outbox(replica).commits.append(commit)
 
+    def sent(self, rows: tuple[VerifyRow, ...]) -> None:
+        """Have the drafters whose blocks went to the target draft ahead of the verdict."""
+        for sequence in (self._sequences[row.sequence] for row in rows):
+            if sequence.drafter is not None and (told := sequence.draft_ahead()) is not None:
+                self._outbox(self._replicas[sequence.drafter][1]).sents.append(told)
+
     def tell(self, sequence: Sequence, verdict: Verdict) -> None:
         """Hand on what the target computed of the tokens it holds, if the drafter needs it."""
         if verdict.features is not None and sequence.needs and sequence.drafter is not None:
@@ -212,8 +219,13 @@ class Drafting:
             self.pools[source].count(num_draft_tokens, num_accepted)
 
     def detach(self, sequence: Sequence) -> None:
-        """Let the sequence's drafter forget it."""
+        """Let the sequence's drafter forget it: the sequence has ended."""
         self._report(sequence)
+        if pool := self.pools.get(sequence.stats.drafter):
+            pool.retire(sequence.stats)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
         if sequence.drafter is None:
             return
         _, replica = self._replicas[sequence.drafter]
@@ -227,12 +239,9 @@ class Drafting:
     def flush(self) -> None:
         """Send what was collected: one frame per drafter."""
         for replica_id, outbox in self._outboxes.items():
-            frame = DraftCommands(
-                tuple(outbox.opens),
-                tuple(outbox.commits),
-                tuple(outbox.closes),
-                tuple(outbox.features),
-            )
+            frame = outbox.frame()
+            if self.recorder is not None:
+                self.recorder.note(replica_id, frame)
             self._clients[replica_id].send(frame)
         self._outboxes.clear()
 
@@ -240,6 +249,9 @@ class Drafting:
 
     def _ready(self, replica: Replica, address: str, info: DrafterInfo) -> None:
         replica.become_ready(address, info)
+        pool, _ = self._replicas[replica.replica_id]
+        for sequence_id in pool.surplus(replica):
+            self._leave(self._sequences[sequence_id])
         for sequence in self._sequences.values():
             if sequence.verifier is not None:
                 self.attach(sequence)
@@ -254,6 +266,9 @@ class Drafting:
         self._on_change()
 
     def _plans(self, replica: Replica, plans: DraftPlans) -> None:
+        if self.recorder is not None:
+            self.recorder.note(replica.replica_id, plans)
+        self._replicas[replica.replica_id][0].busy_s += plans.draft_ns / 1e9
         for plan in plans.plans:
             if sequence := self._sequences.get(plan.sequence):
                 sequence.take_plan(plan, self._num_ids)
@@ -270,11 +285,16 @@ class Drafting:
             self.attach(sequence)
         else:
             sequence.no_draft_cause = _CAUSES[need.reason]
-            log.info("drafting ended", sequence=sequence.id, why=need.message or need.reason.value)
+            log.info(
+                "drafting ended",
+                request_id=sequence.request.request_id,
+                sequence=sequence.id,
+                why=need.message or need.reason.value,
+            )
 
     def _limit(self, pool: Pool, replica: Replica) -> int:
         own = replica.info.max_draft_tokens if isinstance(replica.info, DrafterInfo) else 0
         return min(pool.max_draft_tokens, own or pool.max_draft_tokens)
 
-    def _outbox(self, replica: Replica) -> _Outbox:
-        return self._outboxes.setdefault(replica.replica_id, _Outbox())
+    def _outbox(self, replica: Replica) -> Outbox:
+        return self._outboxes.setdefault(replica.replica_id, Outbox())

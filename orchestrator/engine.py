@@ -7,28 +7,24 @@ beyond the detokenizer it is handed, and no Ray.
 """
 
 import asyncio
-import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from core.config import DrafterPoolConfig, OrchestratorConfig
-from core.errors import (
-    ForerunError,
-    HandshakeError,
-    InvalidRequestError,
-    ModelError,
-    UnavailableError,
-)
+from core.errors import ForerunError, InvalidRequestError, ModelError, UnavailableError
 from core.types import ModelIdentity, Verdict, VerdictStatus, VerifierInfo, VerifyResult
+from orchestrator.changes import Changes
 from orchestrator.controller import Controller
 from orchestrator.delivery import Deliveries
+from orchestrator.demand import PoolLoad, measure
 from orchestrator.drafting import Drafting
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Replica
-from orchestrator.requests import Block, ClusterStatus, GenerationRequest, Health, ReplicaSpec
+from orchestrator.requests import Block, ClusterStatus, GenerationRequest, ReplicaSpec
 from orchestrator.scheduler import Scheduler
 from orchestrator.stream import Detokenizer, Stream
+from orchestrator.trace import Recorder
 from orchestrator.verifying import Verifying, explain_refusal
 
 _DRAFTER_START_S = 10.0
@@ -76,7 +72,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._wake: asyncio.TimerHandle | None = None
         self._deliveries = Deliveries()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._is_draining = False
         self._started_at = time.monotonic()
         self._num_finished = 0
@@ -101,38 +97,36 @@ class Engine:
         Raises HandshakeError when a replica does not fit the others.
         """
         self._verifying.start([s for s in self._specs if s.pool == ""], self._expected)
-        await self._until(lambda: self.info is not None, None)
+        await self._changes.until(lambda: self._refuse_none() and self.info is not None)
         assert self.info is not None
         self._drafting.start([s for s in self._specs if s.pool], self.info)
-        drafters = [r for pool in self._drafting.pools.values() for r in pool.replicas.values()]
-        await self._until(
-            lambda: all(r.health is not Health.CONNECTING for r in drafters), _DRAFTER_START_S
+        await self._changes.until(
+            lambda: self._refuse_none() and self._drafting.is_settled, _DRAFTER_START_S
         )
 
-    async def _until(self, condition: Callable[[], bool], limit_s: float | None) -> None:
-        """Wait until a condition holds or the time is up. A refused replica raises."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while not condition():
-                    self._changed.clear()
-                    await self._changed.wait()
-                    self._raise_refused()
-        self._raise_refused()
-
-    def _raise_refused(self) -> None:
+    def _refuse_none(self) -> bool:
         for pool in (self._verifying.pool, *self._drafting.pools.values()):
-            for replica in pool.replicas.values():
-                if replica.health is Health.REFUSED:
-                    raise HandshakeError(replica.message)
+            pool.check_fit()
+        return True
+
+    def add_replica(self, spec: ReplicaSpec) -> None:
+        """Use one more drafter: it serves as soon as it is there and has shaken hands."""
+        assert self.info is not None, "start() has returned"
+        self._drafting.add(spec, self.info)
+
+    async def drain_replica(self, replica_id: str) -> None:
+        """Do without a drafter: it gets nothing new, its sequences move to others, and their text
+        does not change. Raises InvalidRequestError when there is none of that name."""
+        await self._drafting.drain(replica_id)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have what is sent and received noted from now on, or no longer."""
+        self._verifying.recorder = self._drafting.recorder = recorder
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let the running ones end for a while, then close everything."""
         self._is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain_timeout_s):
-                while self._sequences:
-                    self._changed.clear()
-                    await self._changed.wait()
+        await self._changes.until(lambda: not self._sequences, drain_timeout_s)
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the orchestrator is shutting down"))
         self._set_timer(None)
@@ -192,13 +186,14 @@ class Engine:
         """Do all that can be done now: admit, form batches, send. Runs after every event."""
         for sequence in self._scheduler.admit(self._verifying.pool):
             self._drafting.attach(sequence)
+            self._streams[sequence.id].admit(time.monotonic())
         deadlines = [self._feed(replica) for replica in self._verifying.pool.ready()]
         self._verifying.flush()
         self._drafting.flush()
         wake_at = min((d for d in deadlines if d is not None), default=None)
         self._set_timer(wake_at)
         self._deliveries.flush(is_urgent=wake_at is None)
-        self._changed.set()
+        self._changes.announce()
 
     def _feed(self, replica: Replica) -> float | None:
         """Send a verifier all the batches it may have; returns when to look again, if ever."""
@@ -206,10 +201,13 @@ class Engine:
         while len(replica.in_flight) < self.config.max_in_flight:
             sequences = [self._sequences[i] for i in sorted(replica.sequences)]
             budget = replica.info.max_batch_tokens
-            selection = self._scheduler.select(sequences, budget, time.monotonic())
+            now = time.monotonic()
+            selection = self._scheduler.select(sequences, budget, now)
+            replica.note_idle(now, selection.wake_at is not None and not replica.in_flight)
             if not selection.rows:
                 return selection.wake_at
             self._verifying.send(replica, selection.rows)
+            self._drafting.sent(selection.rows)
         return None
 
     def _set_timer(self, wake_at: float | None) -> None:
@@ -291,3 +289,8 @@ class Engine:
             num_completion_tokens=self._num_completion_tokens,
             uptime_s=time.monotonic() - self._started_at,
         )
+
+    def loads(self) -> dict[str, PoolLoad]:
+        """What the pools of remote drafters have to do at this moment, by name."""
+        drafting, verifiers = self._drafting, self._verifying.pool
+        return measure(drafting.pools, drafting.default_pool, verifiers, self._sequences.values())

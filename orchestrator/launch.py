@@ -11,15 +11,21 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.config import Config
 from core.embedded import resolve_model
 from core.errors import ConfigError
 from core.rpc import RunningServer
 from core.types import ModelIdentity
+from orchestrator.autoscaling import DrafterHost, DrafterScaler, scaling
 from orchestrator.local_ray import prepare_environment
 from orchestrator.requests import ReplicaSpec
+
+if TYPE_CHECKING:
+    from core.tokenizer import Tokenizer
+    from orchestrator.engine import Engine
+    from orchestrator.telemetry import Telemetry
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,17 +40,20 @@ def say(line: str) -> None:
 
 def run_verifier(config: Config) -> None:
     """Serve the target until a signal. Raises ConfigError or ModelError when it cannot start."""
+    from core.tracing import create_tracer
     from orchestrator.attaching import attacher
     from verifier_service.server import serve_verifier
 
     say(f"verifier: loading {config.target.model}")
     attach = attacher(config.attached_pools)
-    start = serve_verifier(config.target, config.verifier, attach=attach)
+    tracer = create_tracer(config.tracing, "forerun-verifier")
+    start = serve_verifier(config.target, config.verifier, attach=attach, tracer=tracer)
     asyncio.run(_serve("verifier", start, config.orchestrator.drain_timeout_s))
 
 
 def run_drafter(config: Config, pool: str) -> None:
     """Serve one drafter of `pool` until a signal. Raises ConfigError or ModelError."""
+    from core.tracing import create_tracer
     from drafter_service.server import serve_drafter
 
     settings = config.pool(pool)
@@ -53,7 +62,9 @@ def run_drafter(config: Config, pool: str) -> None:
     model = f" with {settings.model.model}" if settings.model else ""
     say(f"drafter {pool}: starting kind {settings.kind}{model}")
     # A drafter is a cache: whoever uses it goes on without, so it need not drain.
-    asyncio.run(_serve(f"drafter {pool}", serve_drafter(settings), drain_timeout_s=0))
+    tracer = create_tracer(config.tracing, "forerun-drafter")
+    start = serve_drafter(settings, tracer=tracer)
+    asyncio.run(_serve(f"drafter {pool}", start, drain_timeout_s=0))
 
 
 async def _serve(
@@ -76,6 +87,11 @@ async def _serve(
 
 def run_orchestrator(config: Config) -> None:
     """Serve the public API with the services whose addresses the config gives."""
+    asyncio.run(_orchestrate(config, running_replicas(config)))
+
+
+def running_replicas(config: Config) -> list[ReplicaSpec]:
+    """The services whose addresses the config gives. Raises ConfigError without a verifier."""
     verifiers = config.orchestrator.verifier_addresses
     if not verifiers:
         raise ConfigError(
@@ -86,7 +102,7 @@ def run_orchestrator(config: Config) -> None:
     for pool in config.remote_pools:
         for i, address in enumerate(pool.addresses):
             replicas.append(_fixed(f"drafter-{pool.name}-{i}", pool.name, address))
-    asyncio.run(_orchestrate(config, replicas))
+    return replicas
 
 
 def run_cluster(config: Config) -> None:
@@ -98,7 +114,7 @@ def run_cluster(config: Config) -> None:
     from orchestrator.cluster import RayCluster  # imports ray: a second, and it wants the above
 
     with RayCluster.start(config, say) as cluster:
-        asyncio.run(_orchestrate(config, cluster.replicas(), cluster.kill))
+        asyncio.run(_orchestrate(config, cluster.replicas(), cluster.kill, cluster))
         say("stopping the services")
     say("stopped")
 
@@ -118,19 +134,28 @@ def _fixed(replica_id: str, pool: str, address: str) -> ReplicaSpec:
 
 
 async def _orchestrate(
-    config: Config, replicas: list[ReplicaSpec], abandon: Callable[[], None] = lambda: None
+    config: Config,
+    replicas: list[ReplicaSpec],
+    abandon: Callable[[], None] = lambda: None,
+    host: DrafterHost | None = None,
 ) -> None:
+    from prometheus_client import CollectorRegistry
+
     from core.metrics import MetricsServer
     from core.tokenizer import Tokenizer
+    from core.tracing import create_tracer
     from orchestrator.engine import Engine
-    from orchestrator.metrics import engine_registry
-    from orchestrator.server import serve_orchestrator
+    from orchestrator.metrics import EngineCollector, RequestMetrics
+    from orchestrator.telemetry import Telemetry
 
     target, settings = config.target, config.orchestrator
     with _shutdown_event(abandon) as shutdown, contextlib.ExitStack() as cleanup:
         say("orchestrator: loading the tokenizer")
         model = resolve_model(target.model)
         tokenizer = Tokenizer.load(model, target.gguf_file, target.trust_remote_code)
+        registry = CollectorRegistry()
+        tracer = create_tracer(config.tracing, "forerun-orchestrator")
+        telemetry = Telemetry(RequestMetrics(registry), tracer)
         expected = ModelIdentity(target.model, tokenizer.size, tokenizer.fingerprint)
         engine = Engine(settings, config.drafter_pools, replicas, expected)
         try:
@@ -138,17 +163,48 @@ async def _orchestrate(
             if not await _unless(shutdown, engine.start()):
                 return
             if settings.metrics_port is not None:
-                registry = engine_registry(engine.status)
+                registry.register(EngineCollector(engine.status))
                 metrics = MetricsServer(registry, settings.metrics_port, settings.host)
                 cleanup.callback(metrics.stop)
                 say(f"orchestrator: metrics at http://{metrics.address}/metrics")
-            server = await serve_orchestrator(engine, tokenizer, settings)
-            print(f"forerun is ready at {server.address}", flush=True)
-            await shutdown.wait()
-            say(f"draining for at most {settings.drain_timeout_s:g} s; once more ends at once")
-            await server.stop(settings.drain_timeout_s)
+            async with scaling(engine, host, config.drafter_pools) as scaler:
+                await _serve_edges(config, engine, tokenizer, telemetry, scaler, shutdown)
         finally:
             await engine.stop()
+
+
+async def _serve_edges(
+    config: Config,
+    engine: "Engine",
+    tokenizer: "Tokenizer",
+    telemetry: "Telemetry",
+    scaler: DrafterScaler | None,
+    shutdown: asyncio.Event,
+) -> None:
+    """Serve the API over gRPC, and over HTTP if wanted, until the shutdown; then drain both."""
+    from orchestrator.server import read_token, serve_orchestrator
+
+    settings = config.orchestrator
+    server = await serve_orchestrator(engine, tokenizer, settings, telemetry, scaler)
+    stops = [server.stop]
+    if config.http.enabled:
+        from orchestrator.cluster_api import ClusterApi
+        from orchestrator.generation_api import GenerationApi
+        from orchestrator.http_server import serve_http
+
+        generation = GenerationApi(engine, tokenizer, telemetry)
+        token = read_token(settings.auth_token_file)
+        name = config.http.model_name or config.target.model
+        http = config.http.model_copy(update={"model_name": name})
+        gateway = await serve_http(http, generation, ClusterApi(engine, scaler), token)
+        stops.append(gateway.stop)
+        print(f"OpenAI's API is at http://{gateway.address}/v1", flush=True)
+        if config.http.page:
+            print(f"the page is at http://{gateway.address}/", flush=True)
+    print(f"forerun is ready at {server.address}", flush=True)
+    await shutdown.wait()
+    say(f"draining for at most {settings.drain_timeout_s:g} s; once more ends at once")
+    await asyncio.gather(*(stop(settings.drain_timeout_s) for stop in stops))
 
 
 # ------------------------------------------------------------ signals

@@ -10,13 +10,12 @@ tokens are the truth. Verifier and drafter are caches of it, each described by o
 Losing a verifier sets `verified` to 0; losing a drafter forgets `drafter`. Nothing else changes.
 """
 
-from dataclasses import dataclass
-
 from core.types import (
     Branch,
     DraftClose,
     DraftCommit,
     DraftOpen,
+    DraftSent,
     Plan,
     Rule,
     Verdict,
@@ -24,18 +23,10 @@ from core.types import (
     VerifyRow,
 )
 from orchestrator.accounting import count_step
-from orchestrator.branches import usable_branch
 from orchestrator.controller import MAX_DRAFT_TOKENS, Acceptance
 from orchestrator.near import NearDrafter
+from orchestrator.plans import Key, Outcome, Plans
 from orchestrator.requests import GenerationRequest, SpeculationStats
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The last verdict, as plans name it: `accepted` draft tokens, then the last token."""
-
-    base_length: int
-    accepted: int
 
 
 class Sequence:
@@ -58,10 +49,11 @@ class Sequence:
         # Drafter side.
         self.drafter: str | None = None
         self.drafter_limit = 0
+        self.max_branches = 0
         self.needs: tuple[str, ...] = ()
         self.generation = 0
         self.outcome = Outcome(self.num_prompt - 1, 0)
-        self.branches: dict[tuple[int, int, int], Branch] = {}
+        self.plans = Plans()
         self.num_wanted = 0
         self.wanted_at = 0.0
         self.impatient_rounds = 0
@@ -113,16 +105,16 @@ class Sequence:
         self.is_open, self.verified = True, 0
         if self.is_prompt_pending:
             self.cached_prompt_tokens = 0
-        output, sampling = self.request.output, self.request.sampling
+        request, output = self.request, self.request.output
         prompt_logprobs = output.prompt_logprobs and self.is_prompt_pending
-        told = (output.logprobs, prompt_logprobs, self.needs, self.near.pool)
-        return VerifyOpen(self.id, sampling, self.max_length, *told)
+        told = (output.logprobs, prompt_logprobs, self.needs, self.near.pool, request.traceparent)
+        return VerifyOpen(self.id, request.sampling, self.max_length, *told)
 
     @property
     def branch_at_hand(self) -> Branch | None:
         """What is drafted for the known outcome: by the drafter, else by the one beside the
         target."""
-        return self.branches.get(self.outcome_key, self.near.branch)
+        return self.plans.branches.get(self.outcome_key, self.near.branch)
 
     def draft_at_hand(self) -> tuple[int, ...]:
         """The draft for the known outcome, no longer than what may still be committed."""
@@ -177,7 +169,8 @@ class Sequence:
         if self.request.sampling.rule is Rule.ENSEMBLE:
             num_alone = max(0, len(token_ids) - len(row.draft_distributions))
             self.stats.num_tokens_without_distributions += num_alone
-        self.branches = {k: b for k, b in self.branches.items() if k == self.outcome_key}
+        if cause := self.plans.decide(self.outcome_key):
+            self.stats.plan_misses[cause] += 1
         self.near.branch = None
         self.num_wanted = 0
         self.acceptance.observe(len(row.draft_token_ids), accepted)
@@ -192,7 +185,7 @@ class Sequence:
     # ------------------------------------------------------------ drafter
 
     @property
-    def outcome_key(self) -> tuple[int, int, int]:
+    def outcome_key(self) -> Key:
         """(base_length, accepted, token): what a branch must match to be usable now."""
         return (self.outcome.base_length, self.outcome.accepted, self.tokens[-1])
 
@@ -220,27 +213,31 @@ class Sequence:
         """Draft length to ask for: what the controller last thought worth verifying, at most."""
         return min(self.longest_draft, self.num_worthwhile, self.drafter_limit)
 
-    def open_drafter(self, replica_id: str, pool_limit: int, now: float) -> DraftOpen:
+    def open_drafter(
+        self, replica_id: str, pool_limit: int, now: float, max_branches: int = 0
+    ) -> DraftOpen:
         """Take up a drafter (again) from the committed tokens."""
         self.drafter, self.drafter_limit = replica_id, pool_limit
+        self.max_branches = max_branches
         self.generation += 1
-        self.branches = {}
+        self.plans.clear()
         self.outcome = Outcome(len(self.tokens) - 1, 0)
         self.impatience = self.impatient_rounds = 0
         prepare_only = self.is_prompt_pending or self.row is not None
         self._want(0 if prepare_only else self.num_draft_tokens, now)
+        known = (self.id, self.generation, tuple(self.tokens), self.request.sampling)
         return DraftOpen(
-            self.id,
-            self.generation,
-            tuple(self.tokens),
-            self.request.sampling,
+            *known,
             max_draft_tokens=pool_limit,
             next_draft_tokens=self.num_wanted,
+            max_branches=max_branches,
+            traceparent=self.request.traceparent,
         )
 
     def commit_drafter(self, token_ids: tuple[int, ...], now: float) -> DraftCommit:
-        """Tell the drafter what was committed, and ask for the next draft."""
-        self._want(self.num_draft_tokens, now)
+        """Tell the drafter what was committed, and ask for the next draft unless it is there."""
+        is_at_hand = self.outcome_key in self.plans.branches
+        self._want(0 if is_at_hand else self.num_draft_tokens, now)
         return DraftCommit(
             self.id,
             self.generation,
@@ -258,7 +255,8 @@ class Sequence:
 
     def forget_drafter(self) -> None:
         """The drafter is gone; rows go on without drafts until another is found."""
-        self.drafter, self.num_wanted, self.branches = None, 0, {}
+        self.drafter, self.num_wanted = None, 0
+        self.plans.clear()
 
     def _want(self, num_tokens: int, now: float) -> None:
         self.num_wanted, self.wanted_at = num_tokens, now
@@ -268,20 +266,24 @@ class Sequence:
         misses = self.stats.plan_misses
         if plan.generation != self.generation or self.drafter is None:
             misses["stale"] += 1
-        elif plan.base_length < self.outcome.base_length or self.row is not None:
-            misses["late"] += 1  # the row left without it
-        else:
-            for branch in plan.branches:
-                key = (plan.base_length, branch.accepted, branch.token)
-                usable, cause = usable_branch(branch, self.request.sampling.rule, num_ids)
-                if cause:
-                    misses[cause] += 1
-                self.branches[key] = usable
-            if self.outcome_key in self.branches:
-                return True
-            misses["not_enumerated"] += 1
-            self.num_wanted = 0
-        return False
+            return False
+        block = None if self.row is None else len(self.tokens)
+        took = self.plans.take(plan, self.outcome_key, block, self.request.sampling.rule, num_ids)
+        for cause in took:
+            misses[cause] += 1
+        return block is None and self.outcome_key in self.plans.branches
+
+    def draft_ahead(self) -> DraftSent | None:
+        """Ask the drafter for what may come behind the block just sent, if the block is its draft;
+        None when there is nothing to ask."""
+        row, is_own = self.row, self.outcome_key in self.plans.branches
+        if row is None or row.partial or not self.max_branches or not is_own:
+            return None
+        num_sent = len(row.draft_token_ids)
+        wanted = min(self.num_draft_tokens, self.num_remaining - num_sent - 2)
+        self.plans.is_ahead = wanted > 0
+        told = DraftSent(self.id, self.generation, len(self.tokens), num_sent, wanted)
+        return told if wanted > 0 else None
 
     # ------------------------------------------------------------ readiness
 
@@ -289,7 +291,7 @@ class Sequence:
         """Until when the row waits for its plan; None when it does not wait."""
         if self.num_wanted == 0 or self.impatient_rounds or self.num_unverified > 1:
             return None
-        return None if self.outcome_key in self.branches else self.wanted_at + patience_s
+        return None if self.outcome_key in self.plans.branches else self.wanted_at + patience_s
 
     def give_up_plan(self) -> None:
         """The plan did not come in time: go on without, twice as long each time it happens."""

@@ -6,8 +6,9 @@ Pool; a sequence stays with its replica until one of them ends.
 
 from collections.abc import Iterable
 
+from core.errors import HandshakeError
 from core.types import DrafterInfo, ModelIdentity, VerifierInfo
-from orchestrator.requests import Health, PoolStatus, ReplicaStatus
+from orchestrator.requests import Health, PoolStatus, ReplicaStatus, SpeculationStats
 
 
 class Replica:
@@ -22,7 +23,11 @@ class Replica:
         self.sequences: set[int] = set()
         self.in_flight: dict[int, int] = {}  # batch -> tokens; 0: with prompts
         self.num_losses = 0
+        self.num_taken = 0  # sequences it was ever given
         self.is_blocked = False
+        self.busy_s = 0.0  # a verifier's time in the target, the rule and attached drafters
+        self.idle_s = 0.0  # a verifier's time without work while plans were waited for
+        self._idle_since: float | None = None
 
     @property
     def max_sequences(self) -> int:
@@ -47,6 +52,17 @@ class Replica:
         """What a drafter needs of the target beside token ids; nothing until the handshake."""
         return self.info.needs if isinstance(self.info, DrafterInfo) else ()
 
+    def take(self, sequence: int) -> None:
+        """Give it a sequence."""
+        self.sequences.add(sequence)
+        self.num_taken += 1
+
+    def note_idle(self, now: float, is_idle: bool) -> None:
+        """Note whether a verifier stands still from now on because its rows wait for plans."""
+        if self._idle_since is not None:
+            self.idle_s += now - self._idle_since
+        self._idle_since = now if is_idle else None
+
     def become_ready(self, address: str, info: VerifierInfo | DrafterInfo) -> None:
         """The handshake succeeded."""
         self.address, self.info, self.health, self.message = address, info, Health.READY, ""
@@ -54,6 +70,7 @@ class Replica:
     def become_lost(self, health: Health, message: str) -> set[int]:
         """The connection ended or was refused; returns the sequences it held."""
         self.num_losses += self.health is Health.READY
+        self._idle_since = None
         self.health, self.message = health, message
         orphans, self.sequences, self.in_flight = self.sequences, set(), {}
         return orphans
@@ -68,6 +85,8 @@ class Replica:
             len(self.sequences),
             self.max_sequences,
             self.num_losses,
+            self.busy_s,
+            self.idle_s,
         )
 
 
@@ -85,10 +104,20 @@ class Pool:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_draft_tokens = 0
+        self.num_accepted_per_pos: list[int] = []
+        self.busy_s = 0.0  # time its drafters drafted, all together
+        self.num_steps = 0  # verify steps of the sequences that ended with it
+        self.num_late = 0  # of these, the ones that went without their plan
 
     def add(self, replica_id: str) -> Replica:
         """Know a replica; it is CONNECTING until its handshake."""
         return self.replicas.setdefault(replica_id, Replica(replica_id))
+
+    def check_fit(self) -> None:
+        """Raise HandshakeError when a replica was refused: it does not fit the others."""
+        for replica in self.replicas.values():
+            if replica.health is Health.REFUSED:
+                raise HandshakeError(replica.message)
 
     def ready(self) -> Iterable[Replica]:
         """The replicas that serve."""
@@ -100,7 +129,7 @@ class Pool:
         return sum(r.num_free for r in self.replicas.values())
 
     def choose(self, needs_distributions: bool = False) -> Replica | None:
-        """The least loaded replica with room, None when there is none.
+        """The least loaded replica with room, of several in turn; None when there is none.
 
         needs_distributions: drafters whose drafts come without them do not count.
         """
@@ -109,23 +138,50 @@ class Pool:
             for r in self.replicas.values()
             if r.num_free > 0 and (r.has_distributions or not needs_distributions)
         ]
-        return min(candidates, key=lambda r: len(r.sequences), default=None)
+        return min(candidates, key=lambda r: (len(r.sequences), r.num_taken), default=None)
+
+    def surplus(self, newcomer: Replica) -> list[int]:
+        """The sequences that a drafter that just came should take over from its equals: what they
+        hold above the even share, until it has its own. None where the target would have to compute
+        their features once more."""
+        if newcomer.needs:
+            return []
+        others = sorted((r for r in self.ready() if r is not newcomer), key=lambda r: r.replica_id)
+        num_held = sum(len(r.sequences) for r in (newcomer, *others))
+        share = num_held // (len(others) + 1)
+        room = min(share - len(newcomer.sequences), newcomer.num_free)
+        moving: list[int] = []
+        for other in others:
+            num_spare = min(len(other.sequences) - share, room - len(moving))
+            moving += sorted(other.sequences, reverse=True)[: max(0, num_spare)]
+        return moving
 
     def count(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Add one verified draft to the totals."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_draft_tokens += num_accepted
+        counts = self.num_accepted_per_pos
+        counts.extend([0] * (num_accepted - len(counts)))
+        for position in range(num_accepted):
+            counts[position] += 1
+
+    def retire(self, stats: SpeculationStats) -> None:
+        """Keep what an ended sequence of this pool went through."""
+        self.num_steps += stats.num_verify_steps
+        self.num_late += stats.fallback_steps["late"]
 
     def status(self, hosts: "Pool | None" = None) -> PoolStatus:
         """A snapshot; `hosts` are the replicas in whose processes an attached pool lives."""
         return PoolStatus(
             self.name,
             self.kind,
-            tuple(r.status() for r in (hosts or self).replicas.values()),
+            tuple(r.status() for r in list((hosts or self).replicas.values())),
             self.num_drafts,
             self.num_draft_tokens,
             self.num_accepted_draft_tokens,
+            tuple(self.num_accepted_per_pos),
+            self.busy_s,
         )
 
 

@@ -8,6 +8,7 @@ import enum
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from core.params import SamplingParams, TokenLogprobs
 
@@ -44,7 +45,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One admitted request; lengths and ids are already checked against the target."""
+    """One admitted request; lengths and ids are already checked against the target.
+
+    traceparent: W3C trace context of the span it belongs to, "" without.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -52,6 +56,7 @@ class GenerationRequest:
     stopping: Stopping
     speculation: Speculation = field(default_factory=Speculation)
     output: Output = field(default_factory=Output)
+    traceparent: str = ""
 
 
 class FinishReason(enum.Enum):
@@ -109,6 +114,8 @@ class Block:
 
     `text` is what became final with them: complete code points, no part of a stop string.
     `logprobs` has one entry per id when asked for; `prompt_logprobs` come with the first block.
+    `drafter`: the pool that drafted, where something was. `stats`: the request's, up to now; they
+    go on growing. `queue_s`: how long it waited for its slot.
     """
 
     token_ids: tuple[int, ...]
@@ -117,6 +124,9 @@ class Block:
     finished: Finished | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    drafter: str = ""
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    queue_s: float = 0.0
 
 
 class Health(enum.Enum):
@@ -131,16 +141,22 @@ class Health(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """A service replica and how to find it: `resolve` returns its address now ("host:port")
-    or raises UnavailableError; it is asked again after each loss. `pool` is "" for a verifier."""
+    or raises UnavailableError; it is asked again after each loss. `pool` is "" for a verifier.
+    `connect` opens another channel to an address than the usual one (a slower one, a simulated)."""
 
     replica_id: str
     pool: str
     resolve: Callable[[], Awaitable[str]]
+    connect: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica at one moment; names as in cluster.proto."""
+    """A replica at one moment; names as in cluster.proto.
+
+    Of a verifier, since the start: busy_s is its time spent on batches, idle_s its time without
+    one while its rows waited for plans.
+    """
 
     replica_id: str
     address: str
@@ -149,11 +165,17 @@ class ReplicaStatus:
     num_sequences: int
     max_sequences: int
     num_losses: int
+    busy_s: float = 0.0
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """A drafter pool at one moment; names as in cluster.proto."""
+    """A drafter pool at one moment; names as in cluster.proto.
+
+    num_accepted_per_pos: accepted draft tokens by their place in the draft.
+    busy_s: time its drafters spent drafting, all together; 0 for an attached pool.
+    """
 
     pool: str
     kind: str
@@ -161,6 +183,8 @@ class PoolStatus:
     num_drafts: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_accepted_per_pos: tuple[int, ...] = ()
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ protobuf, text or what an engine does.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
@@ -40,6 +41,11 @@ async def merge(
 
     The first block of every sample carries the prompt's log-probabilities, if the first's does.
     """
+    if len(starts) == 1:  # nearly every request: no task per block
+        async with contextlib.aclosing(starts[0]()) as blocks:
+            async for block in blocks:
+                yield 0, block
+        return
     streams = [starts[0]()]
     coming = {_next_block(streams[0]): 0}  # the next block of each sample that has one: whose
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}  # what samples have yet to carry

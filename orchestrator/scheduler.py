@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from core.errors import OverloadedError
 from core.types import VerifyRow
+from orchestrator.affinity import PrefixAffinity
 from orchestrator.controller import Controller
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool
@@ -47,6 +48,7 @@ class Scheduler:
         self.patience_s = patience_s
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
+        self._affinity = PrefixAffinity()
 
     def enqueue(self, sequence: Sequence, num_free_slots: int) -> None:
         """Queue a new request. Raises OverloadedError when slots and queue are full."""
@@ -68,11 +70,15 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def admit(self, verifiers: Pool) -> list[Sequence]:
-        """Give waiting sequences the free slots, oldest first, least loaded verifier first."""
+        """Give waiting sequences the free slots, oldest first, least loaded verifier first, or one
+        that is hardly fuller and has read the same beginning before."""
         admitted = []
-        while self.waiting and (replica := verifiers.choose()) is not None:
+        while self.waiting:
+            replica = self._affinity.choose(verifiers, self.waiting[0].tokens)
+            if replica is None:
+                break
             sequence = self.waiting.popleft()
-            replica.sequences.add(sequence.id)
+            replica.take(sequence.id)
             sequence.assign_verifier(replica.replica_id)
             admitted.append(sequence)
         return admitted

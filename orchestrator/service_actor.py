@@ -9,7 +9,6 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
@@ -39,7 +38,7 @@ class ServiceActor:
     """
 
     def __init__(self, config: Config, pool: str, node_address: Callable[[], str]) -> None:
-        configure_logging()
+        configure_logging(config.logging.level, json=config.logging.format == "json")
         self._node_address = node_address
         self._config = config
         self._pool = pool
@@ -51,8 +50,11 @@ class ServiceActor:
     @staticmethod
     def description(config: Config, pool: str) -> str:
         """All that decides what the actor of `pool` does; equal for equal actors."""
-        sections: tuple[Any, ...] = (config.target, config.verifier, config.attached_pools)
-        return repr((__version__, config.pool(pool) if pool else sections))
+        any_number = {"replicas": 1, "min_replicas": None, "max_replicas": 1}
+        if pool:
+            return repr((__version__, config.pool(pool).model_copy(update=any_number)))
+        verifier = config.verifier.model_copy(update={"replicas": 1})
+        return repr((__version__, config.target, verifier, config.attached_pools))
 
     async def describe(self) -> str:
         """The description of this actor."""
@@ -73,16 +75,20 @@ class ServiceActor:
         return Started(address=f"{host}:{port}")
 
     async def _serve(self) -> RunningServer:
+        from core.tracing import create_tracer
+
+        config = self._config
         if self._pool:
             from drafter_service.server import serve_drafter
 
-            return await serve_drafter(self._config.pool(self._pool))
+            tracer = create_tracer(config.tracing, "forerun-drafter")
+            return await serve_drafter(config.pool(self._pool), tracer=tracer)
         from orchestrator.attaching import attacher
         from verifier_service.server import serve_verifier
 
-        config = self._config
+        tracer = create_tracer(config.tracing, "forerun-verifier")
         attach = attacher(config.attached_pools)
-        return await serve_verifier(config.target, config.verifier, attach=attach)
+        return await serve_verifier(config.target, config.verifier, attach=attach, tracer=tracer)
 
 
 def _pin_to(cores: set[int]) -> None:

@@ -6,6 +6,7 @@ log-probabilities and finish reason always agree.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Protocol
@@ -49,9 +50,14 @@ class Stream:
         self.sequence = sequence
         self._detokenizer = detokenizer
         self._arrived_at = arrived_at
+        self._admitted_at = math.inf
         self._first_at: float | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._queue: asyncio.Queue[Block | ForerunError] = asyncio.Queue()
+
+    def admit(self, now: float) -> None:
+        """The sequence got its slot; after a loss it gets another, but the first counts."""
+        self._admitted_at = min(self._admitted_at, now)
 
     def read_prompt(self, row: VerifyRow, verdict: Verdict) -> None:
         """Gather what the verdict on a part of the prompt says about the prompt's tokens.
@@ -88,7 +94,17 @@ class Stream:
             end = self._end(FinishReason.LENGTH)
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         self._check_logprobs(verdict, prompt_logprobs)
-        return Block(ids, 0, text, end, verdict.logprobs[: len(ids)], prompt_logprobs)
+        return Block(
+            ids,
+            0,
+            text,
+            end,
+            verdict.logprobs[: len(ids)],
+            prompt_logprobs,
+            drafter=sequence.draft_source,
+            stats=sequence.stats,
+            queue_s=self._admitted_at - self._arrived_at,
+        )
 
     def _check_logprobs(self, verdict: Verdict, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
         output = self.sequence.request.output

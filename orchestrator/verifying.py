@@ -26,6 +26,7 @@ from orchestrator.controller import VerifyCost
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica
 from orchestrator.requests import Health, ReplicaSpec
+from orchestrator.trace import Recorder
 
 log = structlog.get_logger()
 
@@ -60,6 +61,7 @@ class Verifying:
     ) -> None:
         self.pool = Pool("", "verifier")
         self.info: VerifierInfo | None = None
+        self.recorder: Recorder | None = None
         self._config = config
         self._attached = attached
         self._sequences = sequences
@@ -105,6 +107,8 @@ class Verifying:
         is_decoding = all(len(row.new_token_ids) == 1 for row in rows)
         num_tokens = sum(row.num_tokens for row in rows)
         replica.in_flight[batch.batch] = num_tokens if is_decoding else 0
+        if self.recorder is not None:
+            self.recorder.note(replica.replica_id, batch)
         self._clients[replica.replica_id].send(batch)
         loop = asyncio.get_running_loop()
         loop.call_later(self._config.verify_timeout_s, self._check_answered, replica, batch.batch)
@@ -150,11 +154,14 @@ class Verifying:
         self._on_change()
 
     def _result(self, replica: Replica, result: VerifyResult) -> None:
+        if self.recorder is not None:
+            self.recorder.note(replica.replica_id, result)
         num_tokens = replica.in_flight.pop(result.batch, 0)
-        if num_tokens > 0 and result.timings.num_forwards == 1:
-            timings = result.timings
-            nanoseconds = timings.forward_ns + timings.sampling_ns + timings.draft_ns
-            self._cost.observe(num_tokens, nanoseconds / 1e9)
+        timings = result.timings
+        seconds = (timings.forward_ns + timings.sampling_ns + timings.draft_ns) / 1e9
+        replica.busy_s += seconds
+        if num_tokens > 0 and timings.num_forwards == 1:
+            self._cost.observe(num_tokens, seconds)
         for failure in result.open_failures:
             self._open_failed(replica, failure)
         self._on_result(result)

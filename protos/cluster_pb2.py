@@ -24,23 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\nforerun.v1\"\x12\n\x10GetStatusRequest\"\x88\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12,\n\tverifiers\x18\x03 \x03(\x0b\x32\x19.forerun.v1.ReplicaStatus\x12\x34\n\rdrafter_pools\x18\x04 \x03(\x0b\x32\x1d.forerun.v1.DrafterPoolStatus\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x14\n\x0cnum_finished\x18\x07 \x01(\x04\x12\x1d\n\x15num_completion_tokens\x18\x08 \x01(\x04\x12\x10\n\x08uptime_s\x18\t \x01(\x01\"\xb2\x01\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12)\n\x06health\x18\x03 \x01(\x0e\x32\x19.forerun.v1.ReplicaHealth\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x15\n\rmax_sequences\x18\x06 \x01(\r\x12\x12\n\nnum_losses\x18\x07 \x01(\r\"\xad\x01\n\x11\x44rafterPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12+\n\x08replicas\x18\x03 \x03(\x0b\x32\x19.forerun.v1.ReplicaStatus\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x04\x12!\n\x19num_accepted_draft_tokens\x18\x05 \x01(\x04\x12\x12\n\nnum_drafts\x18\x06 \x01(\x04*\x9d\x01\n\rReplicaHealth\x12\x1e\n\x1aREPLICA_HEALTH_UNSPECIFIED\x10\x00\x12\x1d\n\x19REPLICA_HEALTH_CONNECTING\x10\x01\x12\x18\n\x14REPLICA_HEALTH_READY\x10\x02\x12\x17\n\x13REPLICA_HEALTH_LOST\x10\x03\x12\x1a\n\x16REPLICA_HEALTH_REFUSED\x10\x04\x32Z\n\x0e\x43lusterService\x12H\n\tGetStatus\x12\x1c.forerun.v1.GetStatusRequest\x1a\x1d.forerun.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\nforerun.v1\"6\n\x14ScaleDraftersRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\x05\"D\n\x15ScaleDraftersResponse\x12\x19\n\x11previous_replicas\x18\x01 \x01(\r\x12\x10\n\x08replicas\x18\x02 \x01(\r\")\n\x13\x44rainDrafterRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"(\n\x14\x44rainDrafterResponse\x12\x10\n\x08replicas\x18\x01 \x01(\r\"\x12\n\x10GetStatusRequest\"\x88\x02\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12,\n\tverifiers\x18\x03 \x03(\x0b\x32\x19.forerun.v1.ReplicaStatus\x12\x34\n\rdrafter_pools\x18\x04 \x03(\x0b\x32\x1d.forerun.v1.DrafterPoolStatus\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x14\n\x0cnum_finished\x18\x07 \x01(\x04\x12\x1d\n\x15num_completion_tokens\x18\x08 \x01(\x04\x12\x10\n\x08uptime_s\x18\t \x01(\x01\"\xb2\x01\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12)\n\x06health\x18\x03 \x01(\x0e\x32\x19.forerun.v1.ReplicaHealth\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x15\n\rmax_sequences\x18\x06 \x01(\r\x12\x12\n\nnum_losses\x18\x07 \x01(\r\"\xda\x01\n\x11\x44rafterPoolStatus\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12+\n\x08replicas\x18\x03 \x03(\x0b\x32\x19.forerun.v1.ReplicaStatus\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x04\x12!\n\x19num_accepted_draft_tokens\x18\x05 \x01(\x04\x12\x12\n\nnum_drafts\x18\x06 \x01(\x04\x12+\n\x05scale\x18\x07 \x01(\x0b\x32\x1c.forerun.v1.DrafterPoolScale\"n\n\x10\x44rafterPoolScale\x12\x17\n\x0fwanted_replicas\x18\x01 \x01(\r\x12\x14\n\x0cmin_replicas\x18\x02 \x01(\r\x12\x14\n\x0cmax_replicas\x18\x03 \x01(\r\x12\x15\n\ris_autoscaled\x18\x04 \x01(\x08*\x9d\x01\n\rReplicaHealth\x12\x1e\n\x1aREPLICA_HEALTH_UNSPECIFIED\x10\x00\x12\x1d\n\x19REPLICA_HEALTH_CONNECTING\x10\x01\x12\x18\n\x14REPLICA_HEALTH_READY\x10\x02\x12\x17\n\x13REPLICA_HEALTH_LOST\x10\x03\x12\x1a\n\x16REPLICA_HEALTH_REFUSED\x10\x04\x32\x83\x02\n\x0e\x43lusterService\x12H\n\tGetStatus\x12\x1c.forerun.v1.GetStatusRequest\x1a\x1d.forerun.v1.GetStatusResponse\x12T\n\rScaleDrafters\x12 .forerun.v1.ScaleDraftersRequest\x1a!.forerun.v1.ScaleDraftersResponse\x12Q\n\x0c\x44rainDrafter\x12\x1f.forerun.v1.DrainDrafterRequest\x1a .forerun.v1.DrainDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICAHEALTH']._serialized_start=681
-  _globals['_REPLICAHEALTH']._serialized_end=838
-  _globals['_GETSTATUSREQUEST']._serialized_start=36
-  _globals['_GETSTATUSREQUEST']._serialized_end=54
-  _globals['_GETSTATUSRESPONSE']._serialized_start=57
-  _globals['_GETSTATUSRESPONSE']._serialized_end=321
-  _globals['_REPLICASTATUS']._serialized_start=324
-  _globals['_REPLICASTATUS']._serialized_end=502
-  _globals['_DRAFTERPOOLSTATUS']._serialized_start=505
-  _globals['_DRAFTERPOOLSTATUS']._serialized_end=678
-  _globals['_CLUSTERSERVICE']._serialized_start=840
-  _globals['_CLUSTERSERVICE']._serialized_end=930
+  _globals['_REPLICAHEALTH']._serialized_start=1049
+  _globals['_REPLICAHEALTH']._serialized_end=1206
+  _globals['_SCALEDRAFTERSREQUEST']._serialized_start=36
+  _globals['_SCALEDRAFTERSREQUEST']._serialized_end=90
+  _globals['_SCALEDRAFTERSRESPONSE']._serialized_start=92
+  _globals['_SCALEDRAFTERSRESPONSE']._serialized_end=160
+  _globals['_DRAINDRAFTERREQUEST']._serialized_start=162
+  _globals['_DRAINDRAFTERREQUEST']._serialized_end=203
+  _globals['_DRAINDRAFTERRESPONSE']._serialized_start=205
+  _globals['_DRAINDRAFTERRESPONSE']._serialized_end=245
+  _globals['_GETSTATUSREQUEST']._serialized_start=247
+  _globals['_GETSTATUSREQUEST']._serialized_end=265
+  _globals['_GETSTATUSRESPONSE']._serialized_start=268
+  _globals['_GETSTATUSRESPONSE']._serialized_end=532
+  _globals['_REPLICASTATUS']._serialized_start=535
+  _globals['_REPLICASTATUS']._serialized_end=713
+  _globals['_DRAFTERPOOLSTATUS']._serialized_start=716
+  _globals['_DRAFTERPOOLSTATUS']._serialized_end=934
+  _globals['_DRAFTERPOOLSCALE']._serialized_start=936
+  _globals['_DRAFTERPOOLSCALE']._serialized_end=1046
+  _globals['_CLUSTERSERVICE']._serialized_start=1209
+  _globals['_CLUSTERSERVICE']._serialized_end=1468
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,34 @@ REPLICA_HEALTH_READY: ReplicaHealth
 REPLICA_HEALTH_LOST: ReplicaHealth
 REPLICA_HEALTH_REFUSED: ReplicaHealth
 
+class ScaleDraftersRequest(_message.Message):
+    __slots__ = ("pool", "replicas")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replicas: int
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class ScaleDraftersResponse(_message.Message):
+    __slots__ = ("previous_replicas", "replicas")
+    PREVIOUS_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    previous_replicas: int
+    replicas: int
+    def __init__(self, previous_replicas: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class DrainDrafterRequest(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class DrainDrafterResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: int
+    def __init__(self, replicas: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -65,17 +93,31 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., health: _Optional[_Union[ReplicaHealth, str]] = ..., message: _Optional[str] = ..., num_sequences: _Optional[int] = ..., max_sequences: _Optional[int] = ..., num_losses: _Optional[int] = ...) -> None: ...
 
 class DrafterPoolStatus(_message.Message):
-    __slots__ = ("pool", "kind", "replicas", "num_draft_tokens", "num_accepted_draft_tokens", "num_drafts")
+    __slots__ = ("pool", "kind", "replicas", "num_draft_tokens", "num_accepted_draft_tokens", "num_drafts", "scale")
     POOL_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
     pool: str
     kind: str
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_drafts: int
-    def __init__(self, pool: _Optional[str] = ..., kind: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ...) -> None: ...
+    scale: DrafterPoolScale
+    def __init__(self, pool: _Optional[str] = ..., kind: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., scale: _Optional[_Union[DrafterPoolScale, _Mapping]] = ...) -> None: ...
+
+class DrafterPoolScale(_message.Message):
+    __slots__ = ("wanted_replicas", "min_replicas", "max_replicas", "is_autoscaled")
+    WANTED_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    IS_AUTOSCALED_FIELD_NUMBER: _ClassVar[int]
+    wanted_replicas: int
+    min_replicas: int
+    max_replicas: int
+    is_autoscaled: bool
+    def __init__(self, wanted_replicas: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., is_autoscaled: _Optional[bool] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """Shows the cluster behind one orchestrator.
+    """Shows the cluster behind one orchestrator, and scales its drafters.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,41 @@ class ClusterServiceStub:
                 request_serializer=protos_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.ScaleDrafters = channel.unary_unary(
+                '/forerun.v1.ClusterService/ScaleDrafters',
+                request_serializer=protos_dot_cluster__pb2.ScaleDraftersRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.ScaleDraftersResponse.FromString,
+                _registered_method=True)
+        self.DrainDrafter = channel.unary_unary(
+                '/forerun.v1.ClusterService/DrainDrafter',
+                request_serializer=protos_dot_cluster__pb2.DrainDrafterRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.DrainDrafterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
-    """Shows the cluster behind one orchestrator.
+    """Shows the cluster behind one orchestrator, and scales its drafters.
     """
 
     def GetStatus(self, request, context):
         """Describes verifiers, drafter pools, queue and totals.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleDrafters(self, request, context):
+        """Sets how many drafters a pool is to have. Returns at once: new drafters join when their
+        models are loaded; drafters too many are drained first, and no stream is hurt.
+        FAILED_PRECONDITION where forerun did not start the drafters (`forerun orchestrator`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainDrafter(self, request, context):
+        """Takes one drafter out of service: its sequences move to others, then it is ended. Its pool is
+        one smaller from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +88,16 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=protos_dot_cluster__pb2.GetStatusResponse.SerializeToString,
             ),
+            'ScaleDrafters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleDrafters,
+                    request_deserializer=protos_dot_cluster__pb2.ScaleDraftersRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.ScaleDraftersResponse.SerializeToString,
+            ),
+            'DrainDrafter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainDrafter,
+                    request_deserializer=protos_dot_cluster__pb2.DrainDrafterRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.DrainDrafterResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'forerun.v1.ClusterService', rpc_method_handlers)
@@ -70,7 +107,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """Shows the cluster behind one orchestrator.
+    """Shows the cluster behind one orchestrator, and scales its drafters.
     """
 
     @staticmethod
@@ -90,6 +127,60 @@ class ClusterService:
             '/forerun.v1.ClusterService/GetStatus',
             protos_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             protos_dot_cluster__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleDrafters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forerun.v1.ClusterService/ScaleDrafters',
+            protos_dot_cluster__pb2.ScaleDraftersRequest.SerializeToString,
+            protos_dot_cluster__pb2.ScaleDraftersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainDrafter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forerun.v1.ClusterService/DrainDrafter',
+            protos_dot_cluster__pb2.DrainDrafterRequest.SerializeToString,
+            protos_dot_cluster__pb2.DrainDrafterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,16 +48,18 @@ class DescribeDrafterResponse(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., kind: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., instance_id: _Optional[str] = ..., has_distributions: _Optional[bool] = ..., needs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("opens", "commits", "closes", "features")
+    __slots__ = ("opens", "commits", "closes", "features", "sents")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SENTS_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[DraftOpen]
     commits: _containers.RepeatedCompositeFieldContainer[DraftCommit]
     closes: _containers.RepeatedCompositeFieldContainer[DraftClose]
     features: _containers.RepeatedCompositeFieldContainer[DraftFeatures]
-    def __init__(self, opens: _Optional[_Iterable[_Union[DraftOpen, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftCommit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftClose, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[DraftFeatures, _Mapping]]] = ...) -> None: ...
+    sents: _containers.RepeatedCompositeFieldContainer[DraftSent]
+    def __init__(self, opens: _Optional[_Iterable[_Union[DraftOpen, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftCommit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftClose, _Mapping]]] = ..., features: _Optional[_Iterable[_Union[DraftFeatures, _Mapping]]] = ..., sents: _Optional[_Iterable[_Union[DraftSent, _Mapping]]] = ...) -> None: ...
 
 class DraftFeatures(_message.Message):
     __slots__ = ("sequence", "generation", "features")
@@ -70,22 +72,24 @@ class DraftFeatures(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ...) -> None: ...
 
 class DraftOpen(_message.Message):
-    __slots__ = ("sequence", "generation", "token_ids", "sampling", "max_draft_tokens", "fan_out", "next_draft_tokens")
+    __slots__ = ("sequence", "generation", "token_ids", "sampling", "max_draft_tokens", "max_branches", "next_draft_tokens", "traceparent")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     generation: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.Sampling
     max_draft_tokens: int
-    fan_out: int
+    max_branches: int
     next_draft_tokens: int
-    def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., fan_out: _Optional[int] = ..., next_draft_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., max_branches: _Optional[int] = ..., next_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class DraftCommit(_message.Message):
     __slots__ = ("sequence", "generation", "base_length", "accepted", "token_ids", "next_draft_tokens")
@@ -102,6 +106,20 @@ class DraftCommit(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     next_draft_tokens: int
     def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., base_length: _Optional[int] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., next_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class DraftSent(_message.Message):
+    __slots__ = ("sequence", "generation", "base_length", "num_draft_tokens", "next_draft_tokens")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    generation: int
+    base_length: int
+    num_draft_tokens: int
+    next_draft_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., base_length: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., next_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftClose(_message.Message):
     __slots__ = ("sequence", "generation")

@@ -74,7 +74,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, batch: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[VerifyOpen, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[VerifyRow, _Mapping]]] = ..., closes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyOpen(_message.Message):
-    __slots__ = ("sequence", "sampling", "max_length", "logprobs", "prompt_logprobs", "features", "attached")
+    __slots__ = ("sequence", "sampling", "max_length", "logprobs", "prompt_logprobs", "features", "attached", "traceparent")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class VerifyOpen(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sampling: _common_pb2.Sampling
     max_length: int
@@ -89,7 +90,8 @@ class VerifyOpen(_message.Message):
     prompt_logprobs: bool
     features: _containers.RepeatedScalarFieldContainer[str]
     attached: str
-    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., features: _Optional[_Iterable[str]] = ..., attached: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., features: _Optional[_Iterable[str]] = ..., attached: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class VerifyRow(_message.Message):
     __slots__ = ("sequence", "position", "new_token_ids", "draft_token_ids", "partial", "draft_distributions", "next_draft_tokens")
@@ -160,15 +162,17 @@ class VerifyVerdict(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., next_draft_token_ids: _Optional[_Iterable[int]] = ..., next_draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ...) -> None: ...
 
 class VerifyTimings(_message.Message):
-    __slots__ = ("queue_ns", "forward_ns", "sampling_ns", "num_forwards", "draft_ns")
+    __slots__ = ("queue_ns", "forward_ns", "sampling_ns", "num_forwards", "draft_ns", "total_ns")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_NS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     forward_ns: int
     sampling_ns: int
     num_forwards: int
     draft_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., draft_ns: _Optional[int] = ...) -> None: ...
+    total_ns: int
+    def __init__(self, queue_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., draft_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TRANSFORMERS_USERS = {
     *("core/model.py", "core/loading.py", "core/tokenizer.py", "core/convert.py"),
-    *("core/mtp.py", "core/assistant.py", "core/block_diffusion.py"),
+    *("core/mtp.py", "core/prediction_layer.py", "core/assistant.py", "core/block_diffusion.py"),
 }
 FREE_FOLDERS = ("tests/", "benchmarks/", "examples/")
 PACKAGE_ROOTS = ("protos", "core", "drafter_service", "verifier_service", "orchestrator")

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".stamp"
-EXTRAS = "services,ray,dev"
+EXTRAS = "services,ray,tracing,dev"
 LARGE_DOWNLOAD = re.compile(r"Downloading .*\((\d{2,}\.\d MB|\d{3,} MB|[\d.]+ GB)\)")
 
 

@@ -4,6 +4,7 @@ The services are the real ones with tiny checkpoints. The bad kinds misbehave on
 entered in the table of kinds, so that everything behind them is real too.
 """
 
+import collections
 import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from opentelemetry.trace import Tracer
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from core.config import DrafterPoolConfig, ModelConfig, OrchestratorConfig, VerifierConfig
@@ -48,6 +51,7 @@ class Stack:
     drafters: dict[str, RunningServer]
     tokenizer: Tokenizer
     addresses: dict[str, str]
+    registries: dict[str, CollectorRegistry]
 
     async def run(self, request: GenerationRequest) -> tuple[list[int], str, Finished]:
         """Generate to the end; returns ids, text and the finish."""
@@ -81,15 +85,25 @@ async def serving(
     pools: Sequence[DrafterPoolConfig] = (),
     *,
     model: dict[str, Any] | None = None,
+    tracer: Tracer | None = None,
     **orchestrator: Any,
 ) -> AsyncIterator[Stack]:
-    """Start one verifier, one drafter per pool, and an engine; stop them all at the end."""
+    """Start one verifier, a pool's drafters (NAME, NAME-1, ...), and an engine; stop them all at
+    the end."""
     config = ModelConfig(model=str(target), **{**MODEL, **(model or {})})
     attach = attacher([p for p in pools if p.attached])
-    verifier = await serve_verifier(config, VerifierConfig(), attach=attach)
-    remote = [p for p in pools if not p.attached]
+    registries = collections.defaultdict[str, CollectorRegistry](CollectorRegistry)
+    verifier = await serve_verifier(
+        config, VerifierConfig(), registries["verifier"], attach, tracer
+    )
+    remote = {
+        f"{p.name}-{i}" if i else p.name: p
+        for p in pools
+        for i in range(p.replicas)
+        if not p.attached
+    }
     with mock.patch.object(kinds, "REMOTE", {**kinds.REMOTE, **TEST_KINDS}):
-        drafters = {p.name: await serve_drafter(p) for p in remote}
+        drafters = {n: await serve_drafter(p, registries[n], tracer) for n, p in remote.items()}
     addresses = {"verifier": verifier.address} | {n: d.address for n, d in drafters.items()}
 
     def spec(replica_id: str, pool_name: str) -> ReplicaSpec:
@@ -98,11 +112,12 @@ async def serving(
 
         return ReplicaSpec(replica_id, pool_name, resolve)
 
-    specs = [spec("verifier", ""), *(spec(p.name, p.name) for p in remote)]
+    specs = [spec("verifier", ""), *(spec(name, p.name) for name, p in remote.items())]
     engine = Engine(
         OrchestratorConfig(**{"draft_wait_ms": 2000, **orchestrator}), list(pools), specs
     )
-    stack = Stack(engine, [verifier], drafters, Tokenizer.load(str(target)), addresses)
+    tokenizer = Tokenizer.load(str(target))
+    stack = Stack(engine, [verifier], drafters, tokenizer, addresses, registries)
     try:
         await engine.start()
         yield stack
@@ -119,6 +134,22 @@ class NeverRight(DraftModelDrafter):
         """The right draft, every id off by one."""
         drafts = super().draft(jobs)
         return [Draft(tuple((t + 1) % 250 for t in draft.token_ids)) for draft in drafts]
+
+
+class SometimesRight(DraftModelDrafter):
+    """Given the target's own checkpoint, proposes its next tokens, two of seven off by one."""
+
+    def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        """The right draft, wrong at two of seven positions of the sequence, side by side."""
+        return [
+            Draft(
+                tuple(
+                    t if (len(job.token_ids) + i) % 7 > 1 else (t + 1) % 250
+                    for i, t in enumerate(draft.token_ids)
+                )
+            )
+            for job, draft in zip(jobs, super().draft(jobs), strict=True)
+        ]
 
 
 class Stale(DraftModelDrafter):
@@ -145,6 +176,11 @@ class Garbage(DraftModelDrafter):
 def create_never_right(config: DrafterPoolConfig) -> Drafter:
     """For the table of kinds."""
     return NeverRight(_load(config))
+
+
+def create_sometimes_right(config: DrafterPoolConfig) -> Drafter:
+    """For the table of kinds."""
+    return SometimesRight(_load(config))
 
 
 def create_stale(config: DrafterPoolConfig) -> Drafter:
@@ -209,5 +245,5 @@ def _load(config: DrafterPoolConfig) -> RaggedModel:
 
 TEST_KINDS = {
     f"test_{name}": ("tests.harness", f"create_{name}")
-    for name in ("never_right", "stale", "garbage", "head")
+    for name in ("never_right", "sometimes_right", "stale", "garbage", "head")
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import kind_rows, overhead_rows
+from benchmarks import kind_rows, overhead_rows, tune_rows
 from benchmarks.bench import ROWS, run, select
 from benchmarks.context import QUICK, Bench
 from benchmarks.processes import BenchError, Process
@@ -47,7 +47,8 @@ def _console() -> Console:
 
 async def test_every_row_is_measured_and_written(config: Config, tmp_path: Path) -> None:
     """A row that breaks, a side that does other work, fp32 texts that differ, or a key missing."""
-    rows = [each for each in ROWS if each not in kind_rows.ROWS]  # these start services each
+    alone = (*kind_rows.ROWS, *tune_rows.ROWS)  # these start services each
+    rows = [each for each in ROWS if each not in alone]
     outcomes = await run(config, rows, QUICK, _console())
     assert [outcome.error for outcome in outcomes] == [""] * len(rows)
     write_json(outcomes, machine(), tmp_path / "build" / "bench.json")
@@ -89,6 +90,9 @@ def test_a_ratio_is_of_medians_and_meets_its_mark_from_the_right_side() -> None:
     assert Outcome(lower, measured).holds is True
     assert Outcome(higher, measured).holds is False
     assert Outcome(row("c", "ms")(nothing), measured).holds is None
+    for low, high, holds in ((0.6, 0.7, True), (0.67, 0.7, False), (0.5, 0.66, False)):
+        between = row("d", "x", at_least=low, at_most=high)(nothing)
+        assert Outcome(between, measured).holds is holds
     assert Outcome(lower, None, "it broke").holds is False
     assert Outcome(lower, None, "it broke").as_json()["notes"] == ["it broke"]
 

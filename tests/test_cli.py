@@ -14,66 +14,10 @@ import typer
 
 from orchestrator.cli import app
 from protos import generation_pb2, generation_pb2_grpc
+from tests.command_flags import FLAGS
 from tests.tiny_models import TinyFactory
 
 FORERUN = (sys.executable, "-m", "orchestrator.cli")
-#: Every flag of every command. Scripts depend on them: change this list on purpose only.
-FLAGS = {
-    "generate": {
-        "prompt",
-        "--chat",
-        "--temperature",
-        "--top-k",
-        "--top-p",
-        "--min-p",
-        "--typical-p",
-        "--repetition-penalty",
-        "--presence-penalty",
-        "--frequency-penalty",
-        "--no-repeat-ngram-size",
-        "--seed",
-        "--n",
-        "--max-new-tokens",
-        "--min-new-tokens",
-        "--stop",
-        "--include-stop",
-        "--json-schema",
-        "--regex",
-        "--logprobs",
-        "--drafter",
-        "--speculation",
-        "--no-speculation",
-        "--max-draft-tokens",
-        "--rule",
-        "--ensemble-weight",
-        "--address",
-        "--token-file",
-        "--json",
-    },
-    "status": {"--address", "--token-file", "--json"},
-    "distil": {
-        "--target",
-        "--out",
-        "--work",
-        "--prompts",
-        "--tokens",
-        "--layers",
-        "--vocabulary",
-        "--epochs",
-        "--batch-size",
-        "--learning-rate",
-        "--max-new-tokens",
-        "--evaluate-every",
-        "--rows",
-        "--seed",
-        "--threads",
-    },
-    "serve": {"--config", "-c", "--address", "--port"},
-    "verifier": {"--config", "-c"},
-    "drafter": {"--config", "-c", "--pool"},
-    "orchestrator": {"--config", "-c", "--port"},
-    "version": set(),
-}
 CONFIG = """
 [target]
 model = "{model}"
@@ -92,6 +36,9 @@ port = 0
 drain_timeout_s = 60
 metrics_port = 0
 verifier_addresses = {verifiers}
+[http]
+enabled = true
+port = 0
 """
 
 
@@ -220,7 +167,10 @@ def test_services_without_ray_serve_and_drain(processes: Processes, tiny_llama: 
     config = processes.config(tiny_llama, addresses[:1], addresses[1:])
     orchestrator = processes.start("orchestrator", "--config", config)
     metrics = read_until(orchestrator, "metrics at ")
+    openai = read_until(orchestrator, "OpenAI's API is at ")
     address = read_until(orchestrator, "forerun is ready at ")
+    with urllib.request.urlopen(f"{openai}/models", timeout=30) as models:
+        assert str(tiny_llama).encode() in models.read()
     with urllib.request.urlopen(metrics, timeout=30) as page:
         assert b"forerun_requests_running 0.0" in page.read()
 

@@ -23,7 +23,10 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "options of draft_model": DraftModelOptions,
     "placement": config.PlacementConfig,
     "[orchestrator]": config.OrchestratorConfig,
+    "[http]": config.HttpConfig,
     "[ray]": config.RayConfig,
+    "[tracing]": config.TracingConfig,
+    "[logging]": config.LoggingConfig,
 }
 
 

@@ -46,10 +46,19 @@ def test_answers_do_not_depend_on_their_batch(tiny_llama: Path, tmp_path: Path) 
 def test_acceptance_counts_positions_behind_accepted_ones() -> None:
     """Of 4 drafts: right-right-wrong, wrong, right-wrong, right (cut by the end)."""
     yes, no = True, False
-    found = acceptance([[yes, yes, no, no, yes, no, yes]], 3)
+    found = acceptance([[[yes, yes, no, no, yes, no, yes]]], 3)
     assert found.by_position == (3 / 4, 1 / 2, 0.0)
     assert found.tokens_per_step == 7 / 4
     assert found.agreement == 4 / 7
+
+
+def test_acceptance_of_places_that_differ() -> None:
+    """A drafter that knows less of its own second token: what counts is the draft that was begun
+    there, not what another draft said of the same token."""
+    first, second = [True, True, False, True], [False, True, True]
+    found = acceptance([[first, second]], 2)  # right-wrong, wrong, right (cut by the end)
+    assert found.by_position == (2 / 3, 0.0)
+    assert found.tokens_per_step == 4 / 3
 
 
 def test_loss_is_zero_for_the_target_itself_and_ignores_unknown_tokens() -> None:
@@ -60,12 +69,13 @@ def test_loss_is_zero_for_the_target_itself_and_ignores_unknown_tokens() -> None
     columns[torch.tensor([3, 5, 7, 8])] = torch.arange(4)
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     batch = make_batch([text], columns)
-    assert batch.predicts.tolist() == [[True, False]] and batch.num_logits == 2
-    assert float(distillation_loss(logits, batch, 0.0)) == pytest.approx(0.0, abs=1e-3)
-    assert float(distillation_loss(logits.roll(1, 1), batch, 0.0)) > 0.1
+    assert [batch.rows.tolist(), batch.places.tolist(), batch.ordinals.tolist()] == [[0], [2], [0]]
+    every = torch.tensor([0])
+    assert float(distillation_loss(logits, batch, every, 0.0)) == pytest.approx(0.0, abs=1e-3)
+    assert float(distillation_loss(logits.roll(1, 1), batch, every, 0.0)) > 0.1
     columns[3] = -1
     outside = make_batch([text], columns)
-    assert torch.isfinite(distillation_loss(logits, outside, 0.5))
+    assert torch.isfinite(distillation_loss(logits, outside, every, 0.5))
 
 
 def test_order_is_the_same_from_any_step() -> None:

@@ -21,6 +21,7 @@ from core.types import (
     DraftCommit,
     DraftOpen,
     DraftPlans,
+    DraftSent,
     NeedOpenReason,
     Plan,
     SamplingParams,
@@ -43,7 +44,7 @@ class Session:
         stub = drafter_pb2_grpc.DrafterServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.call: Any = stub.Session()
 
-    async def send(self, *commands: DraftOpen | DraftCommit | DraftClose) -> None:
+    async def send(self, *commands: DraftOpen | DraftCommit | DraftClose | DraftSent) -> None:
         await self.call.write(wire.draft_commands_to_proto(frame(*commands)))
 
     async def receive(self) -> DraftPlans:
@@ -56,11 +57,12 @@ class Session:
         await self._channel.close()
 
 
-def frame(*commands: DraftOpen | DraftCommit | DraftClose) -> DraftCommands:
+def frame(*commands: DraftOpen | DraftCommit | DraftClose | DraftSent) -> DraftCommands:
     return DraftCommands(
         opens=tuple(c for c in commands if isinstance(c, DraftOpen)),
         commits=tuple(c for c in commands if isinstance(c, DraftCommit)),
         closes=tuple(c for c in commands if isinstance(c, DraftClose)),
+        sents=tuple(c for c in commands if isinstance(c, DraftSent)),
     )
 
 
@@ -100,6 +102,28 @@ async def test_open_and_commit_are_answered_with_plans(session: Session) -> None
     assert frame_1.draft_ns > 0 and frame_1.num_queued == 0
     await session.send(DraftCommit(7, 1, 6, 1, (3, 2), 2))
     assert (await session.receive()).plans == (Plan(7, 1, 6, (Branch(1, 2, (3, 2)),)),)
+
+
+async def test_branches_are_pushed_while_a_block_is_at_the_target(
+    model_server: RunningServer,
+) -> None:
+    """Breaks when the worker sleeps with work ahead to do, or wakes for it only once: nothing is
+    sent to it between the block and the last branch. The branch of the outcome is the draft."""
+    session = Session(model_server.address)
+    open_ = DraftOpen(7, 1, TOKENS, SamplingParams(), 3, 3, max_branches=5)
+    await session.send(open_)
+    [known] = (await session.receive()).plans[0].branches
+    await session.send(DraftSent(7, 1, 6, 3, 2))
+    branches: list[Branch] = []
+    while len(branches) < 5:
+        [plan] = (await session.receive()).plans
+        assert plan.base_length == 6
+        branches += plan.branches
+    outcome = max(branches, key=lambda branch: branch.accepted)
+    tokens = (*known.draft_token_ids[: outcome.accepted], outcome.token)
+    await session.send(DraftCommit(7, 1, 6, outcome.accepted, tokens, 2))
+    assert (await session.receive()).plans == (Plan(7, 1, 6, (outcome,)),)
+    await session.close()
 
 
 async def test_the_handshake_says_what_it_is(server: RunningServer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.config import DrafterPoolConfig, ModelConfig
+from core.drafter import AheadJob
 from core.errors import ConfigError
 from core.types import Rule, SamplingParams
 from drafter_service.drafters import REMOTE, create_drafter
@@ -170,6 +171,31 @@ def test_memory_changes_nothing_through_accepts_and_rejections(make: Make, seed:
             unchanged[s] = min(unchanged[s], len(texts[s]))
             texts[s] += [*accepted, rng.randrange(VOCAB_SIZE)]
             last[s] = ()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, coupled(3)])
+def test_what_is_drafted_ahead_is_what_would_be_drafted(
+    make: Make, sampling: SamplingParams
+) -> None:
+    """A branch that differs from the draft for its outcome is a worse draft, and the one that is
+    kept is gone on with."""
+    drafter, tokens = make(), prompt(6, 30)
+    if not drafter.can_draft_ahead:
+        pytest.skip("cannot draft ahead")
+    [draft] = drafter.draft([replace(job(1, tokens, 4, sampling), num_guesses=3)])
+    ahead = drafter.begin_ahead(
+        AheadJob(1, tokens, draft.token_ids, 3, sampling, [2, 1, 1, 1, 2], num_guesses=3)
+    )
+    while not ahead.is_done:
+        drafter.advance([ahead])
+    assert len(ahead.branches) == 7
+    for branch in ahead.branches:
+        outcome = [*tokens, *draft.token_ids[: branch.accepted], branch.token]
+        [alone] = forgetful(make(), [job(1, outcome, 3, sampling)])
+        assert branch.draft_token_ids == alone.token_ids
+    assert ahead.keep(branch.accepted, branch.token)
+    again = [job(1, outcome, 3, sampling), job(2, prompt(2, 9), 2)]
+    assert drafter.draft(again) == forgetful(make(), again)
 
 
 def test_catching_up_after_many_missed_tokens(make: Make) -> None:

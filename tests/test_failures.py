@@ -201,9 +201,7 @@ async def test_silent_verifier_is_given_up_and_found_again(
     async with serving(target, verify_timeout_s=0.2) as stack:
         monkeypatch.setattr(VerifierEngine, "verify", late)
         task = asyncio.create_task(stack.run(make_request((1, 2, 3), 20)))
-        while stack.engine.status().verifiers[0].num_losses == 0:
-            await stack.engine._changed.wait()
-            stack.engine._changed.clear()
+        await stack.engine._changes.until(lambda: stack.engine.status().verifiers[0].num_losses > 0)
         silence.set()
         ids, _, _ = await task
         assert ids == greedy_reference(target, (1, 2, 3), 20)

@@ -257,10 +257,9 @@ async def test_metrics_count_what_was_verified(stub, registry, answer):
         ("verifier_tokens", {}, 8),
         ("verifier_rows", {"status": "ok"}, 2),
         ("verifier_rows", {"status": "need_prefix"}, 1),
-        ("spec_decode_num_drafts", {}, 1),
-        ("spec_decode_num_draft_tokens", {}, 3),
-        ("spec_decode_num_accepted_tokens", {}, 2),
-        ("spec_decode_num_accepted_tokens_per_pos", {"position": "1"}, 1),
+        ("verifier_drafts", {}, 1),
+        ("verifier_draft_tokens", {}, 3),
+        ("verifier_accepted_tokens", {}, 2),
     ]:
         assert registry.get_sample_value(f"forerun_{name}_total", labels) == value, name
 

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import structlog
+from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CollectorRegistry
 
 from core.config import ModelConfig, VerifierConfig
@@ -28,6 +29,7 @@ from core.embedded import resolve_model
 from core.metrics import MetricsServer, VerifierMetrics
 from core.model import RaggedModel
 from core.rpc import RunningServer, create_server
+from core.tracing import SequenceSpans
 from core.types import VerifyBatch, VerifyResult
 from core.wire import (
     verifier_info_to_proto,
@@ -41,7 +43,8 @@ from verifier_service.engine import VerifierEngine
 SERVICE_NAME: Final = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 _MAX_UNDER_WAY: Final = 2
 
-_UnderWay = tuple[VerifyBatch, "asyncio.Future[VerifyResult]"]
+#: A batch, when it arrived (nanoseconds), and what will become of it.
+_UnderWay = tuple[VerifyBatch, int, "asyncio.Future[VerifyResult]"]
 
 _log = structlog.get_logger(__name__)
 
@@ -51,12 +54,13 @@ async def serve_verifier(
     verifier: VerifierConfig,
     registry: CollectorRegistry | None = None,
     attach: Attach = lambda model: (),
+    tracer: Tracer | None = None,
 ) -> RunningServer:
     """Load the target and serve it, and its metrics (in `registry`) if the config gives a port.
 
-    `attach` makes the drafters that live beside the target. Returns when it is ready. Raises
-    ModelError when the model cannot be served, ConfigError when a port cannot be had or a drafter
-    does not fit.
+    `attach` makes the drafters that live beside the target; `tracer` makes spans, without one there
+    are none. Returns when it is ready. Raises ModelError when the model cannot be served,
+    ConfigError when a port cannot be had or a drafter does not fit.
     """
     registry = registry or CollectorRegistry()
     with contextlib.ExitStack() as undo:
@@ -65,7 +69,8 @@ async def serve_verifier(
         worker = ThreadPoolExecutor(1, thread_name_prefix="verifier")
         resources.callback(worker.shutdown)
         engine = await asyncio.get_running_loop().run_in_executor(worker, _load, config, attach)
-        servicer = VerifierServicer(engine, worker, VerifierMetrics(registry))
+        metrics = VerifierMetrics(registry)
+        servicer = VerifierServicer(engine, worker, metrics, tracer)
         if verifier.metrics_port is not None:
             resources.callback(MetricsServer(registry, verifier.metrics_port, verifier.host).stop)
         server = await create_server(
@@ -100,9 +105,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """The two calls. Everything that touches the engine runs in `worker`, one at a time."""
 
     def __init__(
-        self, engine: VerifierEngine, worker: ThreadPoolExecutor, metrics: VerifierMetrics
+        self,
+        engine: VerifierEngine,
+        worker: ThreadPoolExecutor,
+        metrics: VerifierMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self._engine = engine
+        self._spans = SequenceSpans(tracer or NoOpTracer(), "verify")
         self._worker = worker
         self._metrics = metrics
         self._streams = itertools.count()
@@ -126,10 +136,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         reader = asyncio.create_task(self._read(stream, requests, under_way, room))
         try:
             while (item := await under_way.get()) is not None:
-                batch, future = item
+                batch, arrived_ns, future = item
                 result = await future
                 room.release()
-                yield verify_result_to_proto(result)
+                response = verify_result_to_proto(result)
+                response.timings.total_ns = time.perf_counter_ns() - arrived_ns
+                self._spans.verified(stream, batch, result)  # before a close that answers it
+                yield response
                 self._metrics.observe(batch, result)
             await reader  # raises what ended the reading, if anything did
         finally:
@@ -137,8 +150,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             while not under_way.empty():
                 item = under_way.get_nowait()
                 if item is not None:
-                    item[1].cancel()  # a batch that has not begun never does
+                    item[-1].cancel()  # a batch that has not begun never does
             self._worker.submit(self._close_stream, stream)
+            self._spans.close_stream(stream)
 
     async def _read(
         self,
@@ -150,11 +164,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         loop = asyncio.get_running_loop()
         try:
             async for request in requests:
-                batch = verify_batch_from_proto(request)
                 arrived_ns = time.perf_counter_ns()
+                batch = verify_batch_from_proto(request)
+                self._spans.apply(stream, request.opens, request.closes)
                 await room.acquire()
                 future = loop.run_in_executor(self._worker, self._verify, stream, batch, arrived_ns)
-                under_way.put_nowait((batch, future))
+                under_way.put_nowait((batch, arrived_ns, future))
         finally:
             under_way.put_nowait(None)
 

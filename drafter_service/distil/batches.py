@@ -1,4 +1,4 @@
-"""Texts as tensors: padded batches, their order, and which logits predict an answer's tokens.
+"""Texts as tensors: padded batches, their order, and where the answers' tokens stand in them.
 
 The order of an epoch depends on the seed and the epoch only, so that training can begin anywhere.
 Padding stands behind a text, where causal attention cannot see it; texts of like length share a
@@ -6,7 +6,7 @@ batch. Knows nothing of networks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -19,54 +19,58 @@ _POOL = 8
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B texts of at most L tokens, with M answer tokens among them.
+    """B texts of at most L tokens, with M answer tokens among them, text after text.
 
-    token_ids: int64 `[B, L]`. num_logits: so many last logits of each row are of interest.
-    predicts: bool `[B, num_logits]`, which of them predict a token of an answer; True M times.
-    next_columns: int64 `[M]`, the answers' tokens as columns of the draft vocabulary, -1 for those
-    that are not in it. columns: int64 `[M, n]`, the target's likeliest tokens likewise.
-    probabilities: fp32 `[M, n]`, what the target gave them.
+    token_ids: int64 `[B, L]`. rows, places, ordinals: int64 `[M]`, the answer tokens' text, their
+    place in it, and their number in the answer. next_columns: int64 `[M]`, the tokens as columns of
+    the draft vocabulary, -1 for those that are not in it. columns: int64 `[M, n]`, the target's
+    likeliest tokens likewise. probabilities: fp32 `[M, n]`, what the target gave them. features:
+    `[B, L - 1, F]`, what the target computed of the tokens, for drafters that start from it.
     """
 
     token_ids: Tensor
-    num_logits: int
-    predicts: Tensor
+    rows: Tensor
+    places: Tensor
+    ordinals: Tensor
     next_columns: Tensor
     columns: Tensor
     probabilities: Tensor
+    features: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same on a device."""
-        return Batch(
-            self.token_ids.to(device),
-            self.num_logits,
-            self.predicts.to(device),
-            self.next_columns.to(device),
-            self.columns.to(device),
-            self.probabilities.to(device),
-        )
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        there = {name: part.to(device) for name, part in parts.items() if part is not None}
+        return Batch(**there)
 
 
 def make_batch(texts: Sequence[Text], columns: Tensor) -> Batch:
     """`columns`: for every id of the target its column among the draft vocabulary, or -1."""
     whole = [[*text.prompt_ids, *text.answer_ids] for text in texts]
-    longest = max(map(len, whole))
-    first = min(len(text.prompt_ids) for text in texts) - 1
-    token_ids = torch.zeros(len(texts), longest, dtype=torch.int64)
-    predicts = torch.zeros(len(texts), longest, dtype=torch.bool)
-    for row, (text, ids) in enumerate(zip(texts, whole, strict=True)):
+    token_ids = torch.zeros(len(texts), max(map(len, whole)), dtype=torch.int64)
+    for row, ids in enumerate(whole):
         token_ids[row, : len(ids)] = torch.tensor(ids)
-        predicts[row, len(text.prompt_ids) - 1 : len(ids) - 1] = True
+    counts = torch.tensor([len(text.answer_ids) for text in texts])
+    ordinals = torch.cat([torch.arange(int(count)) for count in counts])
+    prompts = torch.tensor([len(text.prompt_ids) for text in texts])
+    features = None
+    if (first := texts[0].features) is not None:
+        features = first.new_zeros(len(texts), token_ids.shape[1] - 1, first.shape[1])
+        for row, text in enumerate(texts):
+            assert text.features is not None
+            features[row, : len(text.features)] = text.features
     answers = torch.tensor([token for text in texts for token in text.answer_ids])
     top_ids = torch.cat([text.top_ids for text in texts]).long()
     log_probs = torch.cat([text.top_log_probs for text in texts]).float()
     return Batch(
         token_ids,
-        longest - first,
-        predicts[:, first:],
+        torch.arange(len(texts)).repeat_interleave(counts),
+        prompts.repeat_interleave(counts) + ordinals,
+        ordinals,
         columns[answers],
         columns[top_ids],
         log_probs.exp(),
+        features,
     )
 
 

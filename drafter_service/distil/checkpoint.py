@@ -1,4 +1,4 @@
-"""Writes what `forerun distil` leaves: a checkpoint directory that `draft_model` loads.
+"""Writes what `forerun distil` leaves: a checkpoint directory that a kind of drafter loads.
 
 Its weights are those that the target's checkpoint lacks (see `core.shared_weights`), in bf16;
 beside them lie the recipe, the training curve and a model card with what was measured. A directory
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.errors import InvalidRequestError
+from core.prediction_layer import SHAPE
 from core.shared_weights import write_shared
 from drafter_service.distil.curve import draw_curve
 from drafter_service.distil.measure import Report
@@ -77,7 +78,9 @@ def _card(folder: Path, manifest: Mapping[str, Any], measured: Report) -> str:
     positions = longest.by_position
     numbers = " | ".join(str(k) for k in range(1, len(positions) + 1))
     shares = " | ".join(f"{share:.3f}" for share in positions)
-    drafter_ms, target_ms = measured.drafter_s * 1e3, measured.target_s[0] * 1e3
+    drafter_ms, target_ms = measured.step_s * 1e3, measured.target_s[0] * 1e3
+    is_attached = manifest["shape"] == SHAPE
+    kind, attached = ("mtp_layers", "\nattached = true") if is_attached else ("draft_model", "")
     lengths = "\n".join(
         f"| {k} | {each.mean:.3f} | {each.tokens_per_step:.2f} | {measured.speedup(k):.2f} |"
         for k, each in enumerate(measured.acceptance, start=1)
@@ -90,7 +93,7 @@ the layers; embedding and head are the target's own and are read from its checkp
 ```toml
 [[drafter_pools]]
 name = "distilled"
-kind = "draft_model"
+kind = "{kind}"{attached}
 max_draft_tokens = {measured.best_length}
 model = {{ model = "{folder}" }}
 ```
@@ -104,9 +107,10 @@ drafted there behind accepted ones, the share accepted):
 |---|{"---|" * len(positions)}---|
 | accepted | {shares} | {longest.mean:.3f} |
 
-On the machine that made it, a step of one token takes the drafter {drafter_ms:.2f} ms and the
-target {target_ms:.2f} ms: {measured.step_ratio:.3f} of it. What that promises one client if draft
-and verification take turns and nothing else takes time, tokens per step x T(1) / (T(k + 1) + k t):
+On the machine that made it, one more token in a draft takes the drafter {drafter_ms:.2f} ms and a
+step takes the target {target_ms:.2f} ms: {measured.step_ratio:.3f} of it. What that promises one
+client if draft and verification take turns and nothing else takes time, tokens per step x T(1) /
+(T(k + 1) + the draft's time):
 
 | draft length k | mean acceptance | tokens per verify step | expected speed-up |
 |---|---|---|---|

@@ -43,12 +43,14 @@ class GenerationOptions:
 @dataclass(frozen=True, slots=True)
 class Text:
     """A prompt, the target's answer, and what the target thought of each of the answer's T tokens:
-    its likeliest ids `[T, n]` (int32, likeliest first) and their log-probabilities (fp16)."""
+    its likeliest ids `[T, n]` (int32, likeliest first) and their log-probabilities (fp16).
+    `features` `[prompt + T - 1, F]` are the target's of all tokens but the last, where wanted."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
     top_ids: Tensor
     top_log_probs: Tensor
+    features: Tensor | None = None
 
 
 @dataclass(slots=True)

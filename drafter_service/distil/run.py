@@ -1,8 +1,8 @@
 """`forerun distil` from the target's path to the finished directory; every part is elsewhere.
 
-What takes long lies in a work directory and is not done twice: text in shards, training in a
-checkpoint. Texts of every fiftieth prompt are not trained on but say when to stop; the held-out
-prompts are only measured. Knows nothing of terminals: progress is told to an `Observer`.
+What takes long lies in a work directory and is not done twice: text and hidden states in shards,
+training in a checkpoint. Texts of every fiftieth prompt are not trained on but say when to stop;
+the held-out prompts are only measured. Progress is told to an `Observer`.
 """
 
 import hashlib
@@ -11,18 +11,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from core.config import ModelConfig
+from core.config import DrafterPoolConfig, ModelConfig
 from core.embedded import resolve_model
 from core.errors import InvalidRequestError, ModelError
+from core.features import HIDDEN_STATES
 from core.model import RaggedModel
+from core.prediction_layer import SHAPE
 from drafter_service.distil.checkpoint import check_free, write_card, write_checkpoint
+from drafter_service.distil.features import with_features, write_features
 from drafter_service.distil.generate import GenerationOptions, Text, generate, load_texts
 from drafter_service.distil.measure import Report, report, step_seconds
+from drafter_service.distil.prediction import PredictionStudent
 from drafter_service.distil.prompts import HELD_OUT, built_in, read_prompts, whole_words
-from drafter_service.distil.shapes import check_layers, choose_layers, choose_vocabulary, prune
-from drafter_service.distil.train import Point, Trainer, TrainingData, TrainingOptions
+from drafter_service.distil.shapes import (
+    PrunedCopy,
+    check_layers,
+    choose_layers,
+    choose_vocabulary,
+    prune,
+)
+from drafter_service.distil.train import Point, Student, Trainer, TrainingData, TrainingOptions
+from drafter_service.drafters import attach_drafter, create_drafter
 
 _MAX_PROMPTS = 24_000
 _VALIDATION = 50
@@ -36,6 +47,9 @@ class Observer(Protocol):
     def wrote(self, num_tokens: int, planned: int) -> None:
         """So many tokens of training text there are."""
 
+    def computed(self, num_shards: int, planned: int) -> None:
+        """So many shards of hidden states there are."""
+
     def trained(self, step: int, planned: int, last: Point | None) -> None:
         """So many steps are done; `last` is the latest evaluation."""
 
@@ -44,20 +58,25 @@ class Observer(Protocol):
 class DistilOptions:
     """What to make of what.
 
-    target: a directory or `embedded:NAME`. out: the directory to write. work: where unfinished
+    target: a directory or `embedded:NAME`. out: the directory to write. shape: "prediction_layer"
+    on the target's hidden states, or "pruned", a copy of some of its layers. work: where unfinished
     things lie, by default beside `out`. prompts: a file, one a line, instead of the built-in ones;
-    every tenth, up to 40, is held out. num_tokens: of training text. layers: of the target, or how
-    many. vocabulary: how many tokens the drafter may propose, 0 is all. rows: texts written at a
-    time. threads: of torch, 0 is as many as it likes.
+    every tenth, up to 40, is held out. num_tokens: of training text. layers: of the pruned copy, or
+    how many. feature_layers: whose hidden states the prediction layer gets beside the last one;
+    None is one at a third and one at two thirds of the depth. vocabulary: how many tokens the
+    drafter may propose, 0 is all. rows: texts written at a time. threads: of torch, 0 is as many as
+    it likes.
     """
 
     target: str
     out: Path
+    shape: Literal["prediction_layer", "pruned"] = "prediction_layer"
     work: Path | None = None
     prompts: Path | None = None
     num_tokens: int = 400_000
     layers: tuple[int, ...] | int = 4
-    vocabulary: int = 12_288
+    feature_layers: tuple[int, ...] | None = None
+    vocabulary: int = 16_384
     rows: int = 64
     threads: int = 0
     generation: GenerationOptions = field(default_factory=GenerationOptions)
@@ -71,21 +90,20 @@ def distil(options: DistilOptions, observer: Observer) -> Report:
     work.mkdir(parents=True, exist_ok=True)
     target = _load(options, options.rows, "auto")
     layers = _layers(options, target.num_layers)
-    texts, held_out = _write_texts(target, options, work, observer)
-    observer.wrote(options.num_tokens, options.num_tokens)
+    texts, held_out = _write_texts(target, options, layers, work, observer)
     longest = min(_LONGEST_DRAFT, options.training.draft_length + 3)
     target_s = [step_seconds(target, count) for count in range(1, longest + 2)]
-    always = target.eos_token_ids
-    vocab_size = target.vocab_size
+    answers = (text.answer_ids for text in texts)
+    token_ids = choose_vocabulary(
+        answers, options.vocabulary, target.vocab_size, target.eos_token_ids
+    )
     del target  # its memory is needed
 
-    answers = (text.answer_ids for text in texts)
-    token_ids = choose_vocabulary(answers, options.vocabulary, vocab_size, always)
-    network = prune(_load(options, 1, "float32"), layers, token_ids)
+    student, network = _student(options, layers, token_ids)
     data = TrainingData(
         [text for i, text in enumerate(texts) if i % _VALIDATION], texts[::_VALIDATION], held_out
     )
-    trainer = Trainer(network, token_ids, data, options.training)
+    trainer = Trainer(student, data, options.training)
     trainer.run(
         work / "training.pt",
         lambda t: observer.trained(t.step, t.num_steps, t.history[-1] if t.history else None),
@@ -93,12 +111,38 @@ def distil(options: DistilOptions, observer: Observer) -> Report:
     observer.trained(trainer.step, trainer.num_steps, trainer.history[-1])
     manifest = _manifest(options, layers, token_ids, texts, trainer)
     write_checkpoint(options.out, network, trainer.best, token_ids, manifest)
-    drafter = RaggedModel.load(
-        ModelConfig(model=str(options.out), max_sequences=1, threads=options.threads)
-    )
-    measured = report(drafter, held_out, target_s, longest)
+    measured = _report(options, held_out, target_s, longest)
     write_card(options.out, manifest, trainer.history, measured)
     return measured
+
+
+def _student(
+    options: DistilOptions, layers: tuple[int, ...], token_ids: Sequence[int]
+) -> tuple[Student, Any]:
+    """The student, and the network whose config the checkpoint gets."""
+    target = _load(options, 1, "float32")
+    if options.shape == SHAPE:
+        network = target.network
+        student = PredictionStudent(network, layers, token_ids, options.training.seed)
+        return student, network
+    network = prune(target, layers, token_ids)
+    return PrunedCopy(network, token_ids), network
+
+
+def _report(
+    options: DistilOptions, held_out: Sequence[Text], target_s: Sequence[float], longest: int
+) -> Report:
+    """Measure the finished drafter as it will serve."""
+    target = _load(options, 1, "auto")
+    is_attached = options.shape == SHAPE
+    pool = DrafterPoolConfig(
+        name="distilled",
+        kind="mtp_layers" if is_attached else "draft_model",
+        attached=is_attached,
+        model=ModelConfig(model=str(options.out), max_sequences=1, threads=options.threads),
+    )
+    drafter = attach_drafter(pool, target) if is_attached else create_drafter(pool)
+    return report(target, drafter, held_out, target_s, longest)
 
 
 def _load(options: DistilOptions, rows: int, dtype: Any) -> RaggedModel:
@@ -117,16 +161,28 @@ def _load(options: DistilOptions, rows: int, dtype: Any) -> RaggedModel:
 
 
 def _layers(options: DistilOptions, num_layers: int) -> tuple[int, ...]:
+    """Those of the pruned copy, or those whose hidden states the prediction layer gets."""
+    if options.shape == SHAPE:
+        if options.feature_layers is None:
+            return tuple(max(0, num_layers * third // 3 - 1) for third in (1, 2))
+        if options.feature_layers:
+            check_layers(options.feature_layers, num_layers, "feature_layers")
+        return options.feature_layers
     if isinstance(options.layers, int):
         return choose_layers(num_layers, options.layers)
-    check_layers(options.layers, num_layers)
+    check_layers(options.layers, num_layers, "layers")
     return options.layers
 
 
 def _write_texts(
-    target: RaggedModel, options: DistilOptions, work: Path, observer: Observer
+    target: RaggedModel,
+    options: DistilOptions,
+    layers: tuple[int, ...],
+    work: Path,
+    observer: Observer,
 ) -> tuple[list[Text], list[Text]]:
-    """The texts to train with and the greedy answers to the held-out prompts."""
+    """The texts to train with and the greedy answers to the held-out prompts, with the hidden
+    states of all of them where the shape needs them."""
     prompts, held_out = _prompts(target, options)
     recipe = {
         "target": options.target,
@@ -148,7 +204,18 @@ def _write_texts(
         options.num_tokens,
         lambda total: observer.wrote(total, options.num_tokens),
     )
-    return list(load_texts(shards)), list(load_texts(measured))
+    observer.wrote(options.num_tokens, options.num_tokens)
+    if options.shape != SHAPE:
+        return list(load_texts(shards)), list(load_texts(measured))
+    needs = [*(f"{HIDDEN_STATES}:{layer}" for layer in layers), HIDDEN_STATES]
+    name = "-".join(["features", *map(str, layers)])
+    folders = work / name, work / f"held-out-{name}"
+    write_features(target, needs, measured, folders[1])
+    write_features(
+        target, needs, shards, folders[0], lambda done: observer.computed(done, len(shards))
+    )
+    observer.computed(len(shards), len(shards))
+    return list(with_features(shards, folders[0])), list(with_features(measured, folders[1]))
 
 
 def _prompts(target: RaggedModel, options: DistilOptions) -> tuple[list[str], list[str]]:
@@ -193,7 +260,8 @@ def _manifest(
         target = str(Path(target).expanduser().resolve())
     return {
         "target": target,
-        "layers": list(layers),
+        "shape": options.shape,
+        "feature_layers" if options.shape == SHAPE else "layers": list(layers),
         "draft_vocabulary": len(token_ids),
         "prompts": options.prompts.name if options.prompts else "built-in",
         "texts": len(texts),

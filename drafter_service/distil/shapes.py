@@ -1,4 +1,4 @@
-"""What a drafter is before training: some layers of the target, and the tokens it may propose.
+"""The pruned copy: some layers of the target, and the tokens it may propose.
 
 The target's own network is cut down in place (the caller has no more use for the whole): the
 embedding, the rotation and the final norm stay, the chosen layers follow each other, and the head
@@ -7,7 +7,7 @@ target's, so that a checkpoint need not hold them. Knows nothing of texts' origi
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from core.errors import InvalidRequestError, ModelError
 from core.model import RaggedModel
 from core.shared_weights import keep_head_rows
+from drafter_service.distil.batches import Batch
 
 
 def choose_layers(num_layers: int, count: int) -> tuple[int, ...]:
@@ -28,13 +29,13 @@ def choose_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(-(-i * (num_layers - 1) // max(1, count - 1)) for i in range(count))
 
 
-def check_layers(layers: Sequence[int], num_layers: int) -> None:
+def check_layers(layers: Sequence[int], num_layers: int, field: str = "layers") -> None:
     """Raise InvalidRequestError unless these are layers of the target, each once, ascending."""
     if not layers or list(layers) != sorted(set(layers)):
-        raise InvalidRequestError("layers", f"{list(layers)} must ascend, each layer once")
+        raise InvalidRequestError(field, f"{list(layers)} must ascend, each layer once")
     if layers[0] < 0 or layers[-1] >= num_layers:
         raise InvalidRequestError(
-            "layers", f"{list(layers)}: the target has layers 0 to {num_layers - 1}"
+            field, f"{list(layers)}: the target has layers 0 to {num_layers - 1}"
         )
 
 
@@ -83,6 +84,30 @@ def prune(target: RaggedModel, layers: Sequence[int], draft_token_ids: Sequence[
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(name in trained_names(network))
     return network  # type: ignore[no-any-return]
+
+
+class PrunedCopy:
+    """The `Student` that `prune` makes: wherever in a draft a token stands, it sees it the same."""
+
+    def __init__(self, network: Any, draft_token_ids: Sequence[int]) -> None:
+        # Dropout stays off: a step must depend on nothing but its number.
+        self.network = network.eval()
+        self.trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        vocab_size = network.get_input_embeddings().weight.shape[0]
+        self.columns = draft_columns(draft_token_ids, vocab_size)
+        self.device: torch.device = network.device
+
+    def logits(self, batch: Batch, num_depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Student`: the answers' tokens but the first, which comes with the prompt."""
+        which = (batch.ordinals > 0).nonzero()[:, 0]
+        rows, places = batch.rows[which], batch.places[which] - 1
+        first = int(places.min()) if len(places) else 0
+        output = self.network(
+            input_ids=batch.token_ids,
+            use_cache=False,
+            logits_to_keep=batch.token_ids.shape[1] - first,
+        )
+        yield output.logits[rows, places - first], which
 
 
 def trained_names(network: Any) -> set[str]:

@@ -1,9 +1,11 @@
-"""Distillation: the pruned copy learns to say what the target would have said.
+"""Distillation: a drafter learns to say what the target would have said.
 
 Each token of an answer is taught by the target's likeliest tokens and their probabilities; what
 they leave is one more outcome, the tail. Matrices are optimised by Muon, the rest by AdamW, in bf16
 over fp32 weights. The learning rate is constant after a short start and falls to zero in the last
-part, so a run that was planned too long or too short can be continued with another length.
+part, so a run that was planned too long or too short can be continued with another length. A
+student that drafts from its own hidden states is taught so in that last part: each token as the
+first of a draft, as the second, and so on, all behind what the target really said.
 
 Everything that a step needs depends on the seed and the step's number. A run that was interrupted
 therefore goes on from its last checkpoint to the same drafter, bit for bit, on the same machine.
@@ -11,10 +13,10 @@ Knows nothing of checkpoints of drafters, of the CLI and of where texts come fro
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,7 @@ from torch import Tensor, nn
 from core.errors import InvalidRequestError
 from drafter_service.distil.batches import Batch, endless, make_batch
 from drafter_service.distil.generate import Text
-from drafter_service.distil.measure import Acceptance, acceptance
-from drafter_service.distil.shapes import draft_columns
+from drafter_service.distil.measure import Acceptance, Matches, acceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,10 @@ class TrainingOptions:
     """How to train.
 
     hard_share: part of the loss that looks at the target's first choice only. decay_share: last
-    part of the steps, in which the learning rate falls. Evaluation and checkpoint come every
-    `evaluate_every` steps; training ends early after `patience` evaluations without a better loss.
+    part of the steps, in which the learning rate falls. num_depths: places of a draft that a
+    student learns apart, if they differ for it; each counts `depth_weight` times the one before.
+    Evaluation and checkpoint come every `evaluate_every` steps; training ends early after
+    `patience` evaluations without a better loss.
     """
 
     epochs: float = 5.0
@@ -40,6 +43,8 @@ class TrainingOptions:
     learning_rate: float = 1e-2
     hard_share: float = 0.3
     decay_share: float = 0.4
+    num_depths: int = 3
+    depth_weight: float = 0.8
     warmup_steps: int = 20
     evaluate_every: int = 40
     patience: int = 6
@@ -66,32 +71,48 @@ class TrainingData:
     held_out: Sequence[Text]
 
 
+class Student(Protocol):
+    """A drafter in the making, of whatever shape.
+
+    trained: its parameters that are trained, by name. columns: int64 `[V]`, for every id of the
+    target its column among the logits, or -1. device: where batches go.
+    """
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """See the class."""
+
+    @property
+    def columns(self) -> Tensor:
+        """See the class."""
+
+    @property
+    def device(self) -> torch.device:
+        """See the class."""
+
+    def logits(self, batch: Batch, num_depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each place in a draft, from the first on: logits `[M', Vd]`, and which of the
+        batch's tokens they predict, int64 `[M']` ascending. Only the first place, if for all others
+        the logits would be the same ones."""
+
+
 class Trainer:
-    """Trains `network` (of `shapes.prune`) in place.
+    """Trains a student in place.
 
     Attributes: step, the next one; num_steps, planned; history; best, the weights with the lowest
     validation loss so far.
     """
 
-    def __init__(
-        self,
-        network: Any,
-        draft_token_ids: Sequence[int],
-        data: TrainingData,
-        options: TrainingOptions,
-    ) -> None:
+    def __init__(self, student: Student, data: TrainingData, options: TrainingOptions) -> None:
         if not data.training:
             raise InvalidRequestError("tokens", "there is no text to train on")
-        # Dropout stays off: a step must depend on nothing but its number.
-        self._network, self._data, self._options = network.eval(), data, options
-        vocab_size = network.get_input_embeddings().weight.shape[0]
-        self._columns = draft_columns(draft_token_ids, vocab_size)
+        self._student, self._data, self._options = student, data, options
         self._lengths = [len(t.prompt_ids) + len(t.answer_ids) for t in data.training]
         per_epoch = max(1, len(data.training) // options.batch_size)
         self.num_steps = max(1, round(options.epochs * per_epoch))
         self.step = 0
         self.history: list[Point] = []
-        self._trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        self._trained = student.trained
         self.best = {name: p.detach().clone() for name, p in self._trained.items()}
         self._optimizers = _optimizers(list(self._trained.values()), options.learning_rate)
         self._losses: list[float] = []
@@ -116,18 +137,29 @@ class Trainer:
         end = (self.num_steps - self.step) / max(1.0, options.decay_share * self.num_steps)
         return options.learning_rate * min(1.0, start, end)
 
+    def num_depths(self) -> int:
+        """Places of a draft that the step that comes next teaches."""
+        is_last_part = self.step >= self.num_steps * (1 - self._options.decay_share)
+        return self._options.num_depths if is_last_part else 1
+
     def _train_on(self, texts: Sequence[Text]) -> float:
-        batch = make_batch(texts, self._columns).to(self._network.device)
+        batch = make_batch(texts, self._student.columns).to(self._student.device)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate()
-        loss = distillation_loss(_logits(self._network, batch), batch, self._options.hard_share)
+        losses = [
+            distillation_loss(logits, batch, which, self._options.hard_share)
+            for logits, which in self._logits(batch, self.num_depths())
+        ]
+        weights = [self._options.depth_weight**depth for depth in range(len(losses))]
+        loss = sum(w * each for w, each in zip(weights, losses, strict=True)) / sum(weights)
+        assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._trained.values(), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()
-        return float(loss.detach())
+        return float(losses[0].detach())
 
     def _evaluate(self) -> None:
         losses, _ = self._measure(self._data.validation)
@@ -145,21 +177,30 @@ class Trainer:
             self.best = {name: p.detach().clone() for name, p in self._trained.items()}
         self.history.append(point)
 
+    def _logits(self, batch: Batch, num_depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+        with torch.autocast(self._student.device.type, torch.bfloat16):
+            depths = list(self._student.logits(batch, num_depths))
+        return iter(depths)
+
     @torch.no_grad()
-    def _measure(self, texts: Sequence[Text]) -> tuple[float, list[list[bool]]]:
-        """Mean loss, and per text whether the drafter's choice is the answer's next token, from
-        the second token of the answer on."""
+    def _measure(self, texts: Sequence[Text]) -> tuple[float, list[Matches]]:
+        """Mean loss at the first place of a draft, and what `acceptance` asks for, per text."""
         total, count = 0.0, 0
-        matches: list[list[bool]] = []
+        matches: list[Matches] = []
         for start in range(0, len(texts), self._options.batch_size):
             part = texts[start : start + self._options.batch_size]
-            batch = make_batch(part, self._columns).to(self._network.device)
-            logits = _logits(self._network, batch)
-            total += float(distillation_loss(logits, batch, self._options.hard_share)) * len(logits)
-            count += len(logits)
-            right = logits.argmax(dim=-1) == batch.next_columns
-            answers = torch.split(right, [len(text.answer_ids) for text in part])
-            matches += [answer[1:].tolist() for answer in answers]
+            batch = make_batch(part, self._student.columns).to(self._student.device)
+            found: list[Matches] = [[] for _ in part]
+            depths = self._logits(batch, self._options.draft_length)
+            for depth, (logits, which) in enumerate(depths):
+                if depth == 0:
+                    loss = distillation_loss(logits, batch, which, self._options.hard_share)
+                    total, count = total + float(loss) * len(which), count + len(which)
+                right = logits.argmax(dim=-1) == batch.next_columns[which]
+                rows = batch.rows[which]
+                for row, each in enumerate(found):
+                    each.append(right[rows == row].tolist())
+            matches += found
         return total / max(1, count), matches
 
     def _is_stale(self) -> bool:
@@ -196,17 +237,18 @@ class Trainer:
             optimizer.load_state_dict(stored)
 
 
-def distillation_loss(logits: Tensor, batch: Batch, hard_share: float) -> Tensor:
-    """Mean over the answers' tokens of the divergence from the target, in nats.
+def distillation_loss(logits: Tensor, batch: Batch, which: Tensor, hard_share: float) -> Tensor:
+    """Mean over some of the answers' tokens of the divergence from the target, in nats.
 
-    logits: `[M, draft vocabulary]`. Mass that the target gives to known tokens outside of the draft
-    vocabulary cannot be learnt and counts for nothing.
+    logits: `[M', draft vocabulary]`, for the tokens `which` of the batch. Mass that the target
+    gives to known tokens outside of the draft vocabulary cannot be learnt and counts for nothing.
     """
+    columns, probabilities = batch.columns[which], batch.probabilities[which]
     logits = logits.float()
-    inside = batch.columns >= 0
-    p = batch.probabilities.where(inside, 0.0)
-    p_tail = (1.0 - batch.probabilities.sum(dim=-1)).clamp(min=0.0)
-    log_q = logits.gather(1, batch.columns.clamp(min=0)) - logits.logsumexp(dim=-1, keepdim=True)
+    inside = columns >= 0
+    p = probabilities.where(inside, 0.0)
+    p_tail = (1.0 - probabilities.sum(dim=-1)).clamp(min=0.0)
+    log_q = logits.gather(1, columns.clamp(min=0)) - logits.logsumexp(dim=-1, keepdim=True)
     q_tail = 1.0 - log_q.exp().where(inside, 0.0).sum(dim=-1)
     log_q_tail = q_tail.clamp(min=1e-6).log()
     soft = (torch.xlogy(p, p) - p * log_q).sum(dim=-1) + (
@@ -214,16 +256,6 @@ def distillation_loss(logits: Tensor, batch: Batch, hard_share: float) -> Tensor
     )
     hard = -log_q[:, 0].where(inside[:, 0], 0.0)
     return ((1.0 - hard_share) * soft + hard_share * hard).mean()
-
-
-def _logits(network: Any, batch: Batch) -> Tensor:
-    """The logits that predict the answers' tokens, `[M, draft vocabulary]`, bf16."""
-    with torch.autocast(batch.token_ids.device.type, torch.bfloat16):
-        output = network(
-            input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.num_logits
-        )
-    logits: Tensor = output.logits[batch.predicts]
-    return logits
 
 
 def _optimizers(parameters: Sequence[nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:

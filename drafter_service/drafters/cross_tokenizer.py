@@ -56,6 +56,7 @@ class _CrossTokenizerDrafter(DraftModelDrafter):
     """What both ways share: the sequences' texts, and the target's identity."""
 
     kind = "cross_tokenizer"
+    can_draft_ahead = False  # a branch of the target's tokens is none of the drafter's
 
     def __init__(
         self,

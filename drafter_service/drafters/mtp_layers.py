@@ -1,8 +1,9 @@
-"""The prediction layers of the target's own checkpoint draft: one token per layer.
+"""The prediction layers of the target's own checkpoint draft, or one that was trained for it.
 
 They start from the target's last hidden state of each committed token, so they know what it was
-about to say, at the price of one layer. Attached, the states are at hand; on its own the drafter
-gets them over the wire and loads the layers, the embedding and the head, nothing else.
+about to say, at the price of one layer each. Attached, the states are at hand; on its own the
+drafter gets them over the wire and loads the layers, the embedding and the head, nothing else.
+`forerun distil` trains such a layer for a target that has none; it drafts token after token.
 
     index i     0 ........... start - 1 | start ...... F - 1 | F = len(token_ids) - 1
     cache       right at every depth    | run again          |
@@ -24,7 +25,6 @@ from core.config import DrafterPoolConfig
 from core.drafter import Draft, Drafter, DraftJob, MissingFeaturesError
 from core.embedded import resolve_model
 from core.errors import ConfigError, InvalidRequestError, ModelError
-from core.features import HIDDEN_STATES
 from core.model import RaggedModel
 from core.mtp import MtpLayers, MtpRow
 from core.types import ModelIdentity
@@ -35,11 +35,12 @@ from drafter_service.drawing import DraftDrawer, DraftInProgress
 class MtpLayersOptions(DrafterOptions):
     """`[drafter_pools.options]` of kind "mtp_layers".
 
-    `repeat_last_layer`: draft more tokens than there are layers by running the last one again.
+    `repeat_last_layer`: draft more tokens than there are layers by running the last one again; by
+    default only with a layer that was trained so.
     `top_q`: most tokens with a chance in the distributions that rules ask for.
     """
 
-    repeat_last_layer: bool = False
+    repeat_last_layer: bool | None = None
     top_q: int = Field(64, ge=1)
 
 
@@ -71,11 +72,11 @@ class MtpLayersDrafter(Drafter):
 
     kind = "mtp_layers"
     has_distributions = True
-    needs = (HIDDEN_STATES,)
 
     def __init__(self, layers: MtpLayers, options: MtpLayersOptions) -> None:
         self._layers = layers
-        self._repeats_last = options.repeat_last_layer
+        repeats = options.repeat_last_layer
+        self._repeats_last = layers.is_trained if repeats is None else repeats
         self._drawer = DraftDrawer(layers.vocab_size, layers.tokenizer_size, options.top_q)
         self._held: dict[int, _Held] = {}
 
@@ -83,6 +84,11 @@ class MtpLayersDrafter(Drafter):
     def identity(self) -> ModelIdentity:
         """That of the target's checkpoint."""
         return self._layers.identity
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The hidden states that the layers start from."""
+        return self._layers.needs
 
     @property
     def max_length(self) -> int:
@@ -135,13 +141,13 @@ class MtpLayersDrafter(Drafter):
             held = self._held[job.sequence] = _Held(0)
         if features is not None:
             width = features.values.shape[1]
-            if width != self._layers.hidden_size:
-                ours = f"{self.identity.model} has {self._layers.hidden_size}"
+            if width != self._layers.num_features:
+                ours = f"{self.identity.model} has {self._layers.num_features}"
                 raise InvalidRequestError("features", f"{ours} values per token, told were {width}")
             if features.position != held.stop:
                 raise MissingFeaturesError(f"told of {features.position}, held {held.stop}")
-            parts = [features.values] if held.hidden is None else [held.hidden, features.values]
-            held.hidden = torch.cat(parts)
+            hidden = self._layers.hidden(features.values)
+            held.hidden = hidden if held.hidden is None else torch.cat([held.hidden, hidden])
         if job.num_draft_tokens and held.stop != len(job.token_ids) - 1:
             raise MissingFeaturesError(f"{len(job.token_ids)} tokens, {held.stop} told")
 
@@ -240,7 +246,8 @@ class MtpLayersDrafter(Drafter):
 
 
 def create_mtp_layers(config: DrafterPoolConfig) -> MtpLayersDrafter:
-    """Load only what drafts from the target's checkpoint, which `model` must name.
+    """Load only what drafts: from the target's checkpoint, or from a directory with a layer that
+    was trained for it; `model` must name one of them.
 
     Raises ConfigError without one or when it has no prediction layers.
     """
@@ -256,10 +263,12 @@ def create_mtp_layers(config: DrafterPoolConfig) -> MtpLayersDrafter:
 
 
 def attach_mtp_layers(config: DrafterPoolConfig, target: RaggedModel) -> MtpLayersDrafter:
-    """The same beside the target. Raises ConfigError when the target has no prediction layers."""
+    """The same beside the target; a `model` names the directory of a layer that was trained for it.
+    Raises ConfigError without one when the target has no prediction layers."""
     options = read_options(config, MtpLayersOptions)
+    trained = resolve_model(config.model.model) if config.model else ""
     try:
-        return MtpLayersDrafter(MtpLayers.beside(target), options)
+        return MtpLayersDrafter(MtpLayers.beside(target, trained), options)
     except ModelError as error:
         where = f"drafter_pools.{config.name}.kind"
         raise ConfigError(f"{where}: 'mtp_layers' does not fit the target: {error}") from error
