@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check bench protos format k8s-apply-check clean
+.PHONY: help setup demo test test-slow test-gpu check bench simulate protos format k8s-apply-check clean
 
 help: ## list the commands
 	@echo "usage: make COMMAND"
@@ -34,6 +34,9 @@ check: .venv/.stamp ## lint, types, import rules, sizes, protobuf code, manifest
 
 bench: .venv/.stamp ## measure against transformers (ROWS=pattern for some rows)
 	@$(BIN)/python benchmarks/bench.py $(if $(ROWS),--rows "$(ROWS)")
+
+simulate: .venv/.stamp ## the best policy for many clients, drafters and slow links (docs/simulator.md)
+	@$(BIN)/python -m benchmarks.simulate
 
 protos: .venv/.stamp ## generate the protobuf code anew
 	@$(BIN)/python scripts/protos.py

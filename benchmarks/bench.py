@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from rich.console import Console  # noqa: E402 - the path comes first
 
 from benchmarks import (  # noqa: E402
+    distilled_rows,
     engine_rows,
     kind_rows,
     overhead_rows,
@@ -44,6 +45,7 @@ ROWS = (
     *serving_rows.ROWS,
     *overhead_rows.ROWS,
     *parameter_rows.ROWS,
+    *distilled_rows.ROWS,
     *kind_rows.ROWS,
     *trace_rows.ROWS,
     *tune_rows.ROWS,

@@ -60,8 +60,8 @@ class Bench:
     # ------------------------------------------------------------ the parts
 
     async def stack(self, is_adaptive: bool = True) -> Stack:
-        """Our services. Without `is_adaptive` each draft is verified whole; a small model's has
-        four tokens then."""
+        """Our services. Without `is_adaptive` each draft is verified whole; a network's has up to
+        five tokens then."""
         if is_adaptive not in self._stacks:
             self._say("starting verifier, drafters and orchestrator")
             config = self.config if is_adaptive else _with_whole_drafts(self.config)
@@ -148,6 +148,13 @@ class Bench:
                 return pool.name
         raise BenchError(f"the configuration has no drafter pool of kind {kind!r}")
 
+    def pool_with_model(self) -> str:
+        """Name of the first drafter pool that drafts with a network. Raises BenchError."""
+        for pool in self.config.drafter_pools:
+            if pool.kind in ("draft_model", "mtp_layers"):
+                return pool.name
+        raise BenchError("the configuration has no drafter pool with a model")
+
     # ------------------------------------------------------------ runs
 
     async def in_turns(
@@ -185,7 +192,7 @@ def _with_local_models(config: Config) -> Config:
 def _with_whole_drafts(config: Config) -> Config:
     settings = config.orchestrator.model_copy(update={"adaptive_draft_length": False})
     pools = [
-        pool.model_copy(update={"max_draft_tokens": 4}) if pool.kind == "draft_model" else pool
+        pool.model_copy(update={"max_draft_tokens": 5}) if pool.kind != "ngram" else pool
         for pool in config.drafter_pools
     ]
     return config.model_copy(update={"drafter_pools": pools, "orchestrator": settings})

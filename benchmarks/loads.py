@@ -12,12 +12,15 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+import structlog.testing
+
 from benchmarks.links import connect
-from benchmarks.processes import Process
+from benchmarks.processes import BenchError, Process
 from benchmarks.setting import Setting
 from benchmarks.texts import VOCAB_SIZE
 from core.config import OrchestratorConfig
@@ -91,6 +94,17 @@ class Result:
     def fallbacks(self) -> Counter[str]:
         """Steps without a plan by cause."""
         return sum((end.stats.fallback_steps for end in self.ends), Counter())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what engines and services here log from the terminal. Raises BenchError when an error
+    is among it: what was measured is not what it should be."""
+    with structlog.testing.capture_logs() as logs:
+        yield
+    errors = [each for each in logs if each["log_level"] in ("error", "critical")]
+    if errors:
+        raise BenchError(f"{len(errors)} errors were logged; the first: {errors[0]}")
 
 
 def engine_of(setting: Setting, specs: Sequence[ReplicaSpec]) -> Engine:

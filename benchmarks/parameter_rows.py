@@ -112,7 +112,7 @@ def _told(name: str, stats: pb.SpeculationStats) -> str:
 def _sampled(
     bench: Bench, prompts: list[list[int]], rule: common.Rule, temperature: float
 ) -> list[pb.GenerateRequest]:
-    pool = bench.pool("draft_model")
+    pool = bench.pool_with_model()
     is_mixture = rule == common.RULE_ENSEMBLE
     return [
         pb.GenerateRequest(
@@ -157,7 +157,7 @@ _ACCEPTANCE = tuple(
 )
 
 
-async def _structured(bench: Bench, kind: str) -> Measurement:
+async def _structured(bench: Bench, pool: str) -> Measurement:
     """Greedy JSON, constrained and not; not all texts reach their end in so few tokens."""
     constraint = common.Constraint(kind=common.CONSTRAINT_KIND_JSON_SCHEMA, source=_SCHEMA)
     requests = [
@@ -165,7 +165,7 @@ async def _structured(bench: Bench, kind: str) -> Measurement:
             prompt_token_ids=common.TokenIds(ids=ids),
             sampling=pb.SamplingOptions(temperature=0.0),
             stopping=pb.StoppingOptions(max_new_tokens=bench.scale.num_new_tokens),
-            speculation=pb.SpeculationOptions(drafter=bench.pool(kind)),
+            speculation=pb.SpeculationOptions(drafter=pool),
         )
         for ids in bench.fresh(EXTRACTIONS)
     ]
@@ -180,13 +180,13 @@ async def _structured(bench: Bench, kind: str) -> Measurement:
 @row("structured_acceptance_ngram", unit="tokens/round")
 async def structured_ngram(bench: Bench) -> Measurement:
     """Prompt lookup under a JSON schema against the same prompts without."""
-    return await _structured(bench, "ngram")
+    return await _structured(bench, bench.pool("ngram"))
 
 
 @row("structured_acceptance_draft", unit="tokens/round")
 async def structured_draft(bench: Bench) -> Measurement:
-    """A small model's drafts, which know nothing of the schema."""
-    return await _structured(bench, "draft_model")
+    """A network's drafts, which know nothing of the schema."""
+    return await _structured(bench, bench.pool_with_model())
 
 
 ROWS = (coupled_cost, mixed_parameters_cost, *_ACCEPTANCE, structured_ngram, structured_draft)

@@ -44,10 +44,11 @@ async def _eight(bench: Bench, tasks: Sequence[str], drafter: str) -> Measuremen
     return Measurement(*runs, _notes(seen))
 
 
-async def _one(
+async def one_client(
     bench: Bench, tasks: Sequence[str], drafter: str, lookup: int = 0, num_runs: int = 0
 ) -> Measurement:
-    """One client, prompt after prompt, in turns with `generate` on the same prompt."""
+    """One client, prompt after prompt, in turns with `generate` on the same prompt; with prompt
+    lookup of `lookup` tokens unless that is 0."""
     stack = await bench.stack()
     num_tokens = bench.scale.num_new_tokens
     ours: list[float] = []
@@ -63,6 +64,27 @@ async def _one(
         ours.append(len(tasks) * num_tokens / seconds[0])
         theirs.append(len(tasks) * num_tokens / seconds[1])
     return Measurement(ours, theirs, _notes(seen))
+
+
+async def turns_between_pools(
+    bench: Bench, tasks: Sequence[str], pools: Sequence[str]
+) -> list[list[float]]:
+    """Tokens per second of one client with each pool in turn, prompt after prompt: a list per pool,
+    a figure per run."""
+    stack = await bench.stack()
+    num_tokens = bench.scale.num_new_tokens
+    speeds: list[list[float]] = [[] for _ in pools]
+    for _ in range(bench.scale.num_runs):
+        seconds = [0.0] * len(pools)
+        for task in tasks:
+            for i, pool in enumerate(pools):
+                (prompt,) = bench.fresh([task])
+                begin = time.perf_counter()
+                await stack.generate(prompt, num_tokens, pool)
+                seconds[i] += time.perf_counter() - begin
+        for each, spent in zip(speeds, seconds, strict=True):
+            each.append(len(tasks) * num_tokens / spent)
+    return speeds
 
 
 async def _lookup_seconds(bench: Bench, prompts: Sequence[Sequence[int]], lookup: int) -> float:
@@ -134,7 +156,7 @@ async def ngram_1_client(bench: Bench) -> Measurement:
     best = min(seconds, key=seconds.__getitem__)
     tokens = len(prompts) * bench.scale.num_new_tokens
     speeds = ", ".join(f"{n}: {tokens / seconds[n]:.1f}" for n in lookups)
-    measured = await _one(bench, MIXED, bench.pool("ngram"), best)
+    measured = await one_client(bench, MIXED, bench.pool("ngram"), best)
     note = f"generate(prompt_lookup_num_tokens={best}) is its best (tokens/s: {speeds})"
     return Measurement(measured.ours, measured.peer, [note, *measured.notes])
 
@@ -142,13 +164,7 @@ async def ngram_1_client(bench: Bench) -> Measurement:
 @row("plain_1_client", unit="tokens/s")
 async def plain_1_client(bench: Bench) -> Measurement:
     """One client without drafts against plain `generate`."""
-    return await _one(bench, MIXED[:4], drafter="", num_runs=2)
-
-
-@row("draft_model_1_client", unit="tokens/s")
-async def draft_model_1_client(bench: Bench) -> Measurement:
-    """One client with the pool of a small model against plain `generate`."""
-    return await _one(bench, MIXED[:4], bench.pool("draft_model"), num_runs=2)
+    return await one_client(bench, MIXED[:4], drafter="", num_runs=2)
 
 
 @row("greedy_texts_equal", unit="texts")
@@ -175,6 +191,5 @@ ROWS = (
     ngram_8_clients_mixed,
     ngram_8_clients_grounded,
     plain_1_client,
-    draft_model_1_client,
     greedy_texts_equal,
 )

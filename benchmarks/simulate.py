@@ -10,19 +10,17 @@ are the real ones (see `benchmarks.virtual`); costs, acceptance, links and load 
 
 import argparse
 import concurrent.futures
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks import virtual
 from benchmarks.links import DelayedChannel, Link, Overhead, Processor
-from benchmarks.loads import Result, drive, engine_of, spec
+from benchmarks.loads import Result, drive, engine_of, quiet, spec
 from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target, staged
 from benchmarks.synthetic_drafter import SyntheticDrafter
@@ -44,6 +42,7 @@ _LARGE = Setting(
     target=TargetCost(base_s=0.047, row_s=0.0001, token_s=0.0002, num_stages=8),
     draft=DraftCost(step_s=0.0035, row_s=0.00002),
     acceptance=(0.8,),
+    pool={"max_branches": 8},
 )
 #: Of the orchestrator on the machine that docs/simulator.md names.
 _OVERHEAD = Overhead(cpu_message_s=0.0003, cpu_item_s=0.00002)
@@ -58,7 +57,8 @@ def simulate(
     prompts: Sequence[Sequence[int]] = (),
 ) -> Result:
     """What the clients of a setting get. `drafter` drafts instead of a synthetic one (one replica),
-    `text` and `prompts` instead of random ones; see `Text` and `drive`."""
+    `text` and `prompts` are instead of random ones; see `Text` and `drive`. Raises BenchError when
+    a part of the system logged an error."""
 
     async def world() -> Result:
         processor = Processor(overhead)
@@ -74,7 +74,7 @@ def simulate(
         await engine.stop()
         return result
 
-    with staged(setting.target.num_stages):
+    with staged(setting.target.num_stages), quiet():
         return virtual.run(world)
 
 
@@ -189,23 +189,18 @@ def write(markdown: str, path: Path = _DOCUMENT) -> None:
     path.write_text(before + _BEGIN + markdown + _END + rest.split(_END)[1], encoding="utf-8")
 
 
-def _quiet() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setting", type=Path, help="simulate what this file describes instead")
     options = parser.parse_args()
-    _quiet()
     if options.setting:
         result = simulate(Setting.model_validate_json(options.setting.read_text()), _OVERHEAD)
         print(f"{result.tokens_per_s:.1f} tokens/s, {result.tokens_per_step:.2f} per verify step")
         print(f"{result.hit_rate:.0%} of steps had a plan; others: {dict(result.fallbacks)}")
         return
     loads = [_load(n, round_trip_s) for n in CLIENTS for round_trip_s in ROUND_TRIPS_S]
-    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), initializer=_quiet) as workers:
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as workers:
         # The longest first; what is printed is in order.
         found = workers.map(best_line, reversed(loads))
         lines = list(track(found, "simulating", len(loads), console=Console(stderr=True)))

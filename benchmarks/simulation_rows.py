@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.context import Bench
 from benchmarks.links import Link, Overhead
-from benchmarks.loads import Result, Services
-from benchmarks.prompts import CHAT
+from benchmarks.loads import Result, Services, quiet
+from benchmarks.prompts import CHAT, GROUNDED
 from benchmarks.registry import Measurement, row
 from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.simulate import simulate
@@ -82,12 +82,13 @@ async def _compare(bench: Bench, **changes: object) -> Measurement:
     ours: list[float] = []
     theirs: list[float] = []
     async with Services.start(setting, bench.target_core, bench.other_core) as services:
-        for _ in range(bench.scale.num_runs):
+        with quiet():
             overhead = await calibrate(services)
-            real = await services.run()
-            simulated = await asyncio.to_thread(simulate, setting, overhead)
-            theirs.append(real.tokens_per_s)
-            ours.append(simulated.tokens_per_s)
+            for _ in range(bench.scale.num_runs):
+                real = await services.run()
+                theirs.append(real.tokens_per_s)
+        simulated = await asyncio.to_thread(simulate, setting, overhead)
+        ours += [simulated.tokens_per_s] * len(theirs)
     notes = [_note(simulated, real), f"the texts are {_same(simulated, real)}"]
     return Measurement(ours, theirs, notes)
 
@@ -191,7 +192,7 @@ async def _ngram(bench: Bench, num_clients: int) -> Measurement:
     )
     extra = []
     for count in (1, _BATCH):
-        prompts = bench.fresh(CHAT[:count])
+        prompts = bench.fresh(GROUNDED[:count])
         seconds, _ = await stack.generate_all(prompts, _CALIBRATION_TOKENS, "", count)
         plain = _plain(setting, count)
         ideal = await asyncio.to_thread(simulate, plain, prompts=prompts)
@@ -201,7 +202,7 @@ async def _ngram(bench: Bench, num_clients: int) -> Measurement:
     theirs: list[float] = []
     steps = 0
     for _ in range(bench.scale.num_runs):
-        prompts = bench.fresh(CHAT[: max(2, num_clients)])
+        prompts = bench.fresh(GROUNDED[: max(2, num_clients)])
         begin = time.perf_counter()
         waiting = iter(enumerate(prompts))
         texts: dict[int, list[int]] = {}

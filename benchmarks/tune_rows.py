@@ -20,6 +20,7 @@ from benchmarks.prompts import CHAT, GROUNDED
 from benchmarks.registry import Measurement, row
 from benchmarks.stack import Generation
 from core.config import Config, DrafterPoolConfig
+from core.embedded import resolve_model
 
 _NUM_PROMPTS = 4
 _CLOSE = functools.partial(row, unit="x plain", at_least=0.85, at_most=1.15)
@@ -116,8 +117,17 @@ async def tune_prediction_early_exit(bench: Bench) -> Measurement:
 
 @_CLOSE("tune_prediction_draft_model")
 async def tune_prediction_draft_model(bench: Bench) -> Measurement:
-    """The small model of the configuration, one token a step."""
-    pool = bench.config.pool(bench.pool("draft_model")).model_copy(update={"max_draft_tokens": 1})
+    """24 of the target's 30 layers on the other core, one token a step."""
+    name = resolve_model("embedded:smollm2-135m-pruned")
+    model = bench.config.target.model_copy(update={"model": name})
+    pool = DrafterPoolConfig(name="draft", kind="draft_model", max_draft_tokens=1, model=model)
+    return await _compare(bench, pool, CHAT[:_NUM_PROMPTS])
+
+
+@_CLOSE("tune_prediction_distilled")
+async def tune_prediction_distilled(bench: Bench) -> Measurement:
+    """The layer that comes with forerun, beside the target, three tokens a step."""
+    pool = bench.config.pool(bench.pool("mtp_layers")).model_copy(update={"max_draft_tokens": 3})
     return await _compare(bench, pool, CHAT[:_NUM_PROMPTS])
 
 
@@ -142,5 +152,6 @@ ROWS = (
     tune_prediction_ngram_grounded,
     tune_prediction_early_exit,
     tune_prediction_draft_model,
+    tune_prediction_distilled,
     tune_prediction_cross_tokenizer,
 )

@@ -206,7 +206,18 @@ def load_config(path: str | Path) -> Config:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    _locate_models(data, Path(path).parent)
     return parse_config(data, source=str(path))
+
+
+def _locate_models(data: dict[str, Any], folder: Path) -> None:
+    """Have models named by `./...` or `../...` begin at the file's folder, wherever one works."""
+    pools = data.get("drafter_pools")
+    owners = pools if isinstance(pools, list) else []
+    models = [each.get("model") for each in owners if isinstance(each, dict)]
+    for section in (data.get("target"), *models):
+        if isinstance(section, dict) and str(section.get("model")).startswith(("./", "../")):
+            section["model"] = str((folder / section["model"]).resolve())
 
 
 def parse_config(data: dict[str, Any], source: str = "config") -> Config:

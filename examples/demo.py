@@ -1,9 +1,10 @@
 """What `make demo` runs: start everything, watch answers being drafted, compare, stop everything.
 
 Starts `forerun serve` as a user would, in a process of its own, and talks to it over gRPC as any
-client would. Accepted draft tokens are green. Every prompt is then answered again without drafts
-and with the small draft model; the table at the end sets them side by side. The page and OpenAI's
-API are served meanwhile; at a terminal they stay until Enter is pressed.
+client would. Accepted draft tokens are green. Every prompt is then answered again without drafts,
+and with each part of the hybrid alone: prompt lookup, and the distilled layer that comes with
+forerun; the table at the end sets them side by side. The page and OpenAI's API are served
+meanwhile; at a terminal they stay until Enter is pressed.
 """
 
 import argparse
@@ -176,11 +177,11 @@ def main() -> None:
         for prompt, question in PROMPTS.items():
             step(prompt)
             console.print(question, style="dim", markup=False, highlight=False)
-            runs.append(answer(stub, prompt, "ngram", console))
+            runs.append(answer(stub, prompt, "hybrid", console))
             console.print()
-        step("the same prompts without speculation, and with the draft model")
+        step("the same prompts without speculation, and with each part of the hybrid alone")
         for prompt in PROMPTS:
-            runs += [answer(stub, prompt, pool) for pool in ("", "draft")]
+            runs += [answer(stub, prompt, pool) for pool in ("", "ngram", "distilled")]
         order = list(PROMPTS)
         show(sorted(runs, key=lambda run: (order.index(run.prompt), run.pool != "")), console)
         if sys.stdin.isatty():

@@ -51,6 +51,8 @@ FLAGS = {
         "--seed",
         "--threads",
     },
+    "scale": {"pool", "replicas", "--wait", "--address", "--token-file"},
+    "drain": {"replica_id", "--address", "--token-file"},
     "trace": {
         "--out",
         "--config",

@@ -219,33 +219,37 @@ def test_no_schedule_gives_a_branch_that_is_wrong(
     """Blocks sent, decided, repeated, taken from elsewhere, closed and opened again while branches
     are in the making; every plan is compared with a drafter that knows nothing but the text."""
     engine = timeless(DraftModelDrafter(model))
-    peers = [Peer(engine, oracle, 1, GREEDY), Peer(engine, oracle, 2, COUPLED)]
-    for _ in range(data.draw(st.integers(5, 30))):
-        peer = data.draw(st.sampled_from(peers))
-        action = data.draw(st.sampled_from(["step", "step", "step", "go", "go", "drain", "reopen"]))
-        if action == "step":
-            step(engine, *peers)
-        elif action == "drain":
-            drain(engine, *peers)
-        elif action == "reopen" or len(peer.tokens) > 80:
-            if data.draw(st.booleans()):
-                close = DraftClose(peer.number, peer.generation)
-                engine.apply(0, DraftCommands(closes=(close,)))
-            peer.reopen(data.draw(st.integers(0, K)))
-        elif peer.block is None:
-            is_own = data.draw(st.integers(0, 5)) > 0
-            longest = len(peer.draft or ()) if is_own else K
-            num_tokens = data.draw(st.sampled_from([longest, longest, longest // 2, 0]))
-            peer.send(num_tokens, data.draw(st.integers(0, K)), is_own)
-        else:
-            accepted = data.draw(st.integers(0, len(peer.block)))
-            outcome = [*peer.tokens, *peer.block[:accepted]]
-            likely = [oracle.draft(outcome, peer.sampling)[0]]
-            likely += [token for j, token in peer.branches if j == accepted]
-            token = data.draw(st.sampled_from([*likely, *likely, 200, VOCAB_SIZE - 1]))
-            is_there = (accepted, token) in peer.branches
-            wanted = data.draw(st.sampled_from([0, K] if is_there else [K, K, 1, 0]))
-            peer.commit(accepted, token, wanted, data.draw(st.sampled_from([1, 1, 1, 2])))
-    drain(engine, *peers)
-    model.cache.check()
-    engine.close_stream(0)
+    try:
+        peers = [Peer(engine, oracle, 1, GREEDY), Peer(engine, oracle, 2, COUPLED)]
+        for _ in range(data.draw(st.integers(5, 30))):
+            peer = data.draw(st.sampled_from(peers))
+            action = data.draw(
+                st.sampled_from(["step", "step", "step", "go", "go", "drain", "reopen"])
+            )
+            if action == "step":
+                step(engine, *peers)
+            elif action == "drain":
+                drain(engine, *peers)
+            elif action == "reopen" or len(peer.tokens) > 80:
+                if data.draw(st.booleans()):
+                    close = DraftClose(peer.number, peer.generation)
+                    engine.apply(0, DraftCommands(closes=(close,)))
+                peer.reopen(data.draw(st.integers(0, K)))
+            elif peer.block is None:
+                is_own = data.draw(st.integers(0, 5)) > 0
+                longest = len(peer.draft or ()) if is_own else K
+                num_tokens = data.draw(st.sampled_from([longest, longest, longest // 2, 0]))
+                peer.send(num_tokens, data.draw(st.integers(0, K)), is_own)
+            else:
+                accepted = data.draw(st.integers(0, len(peer.block)))
+                outcome = [*peer.tokens, *peer.block[:accepted]]
+                likely = [oracle.draft(outcome, peer.sampling)[0]]
+                likely += [token for j, token in peer.branches if j == accepted]
+                token = data.draw(st.sampled_from([*likely, *likely, 200, VOCAB_SIZE - 1]))
+                is_there = (accepted, token) in peer.branches
+                wanted = data.draw(st.sampled_from([0, K] if is_there else [K, K, 1, 0]))
+                peer.commit(accepted, token, wanted, data.draw(st.sampled_from([1, 1, 1, 2])))
+        drain(engine, *peers)
+        model.cache.check()
+    finally:
+        engine.close_stream(0)

@@ -15,6 +15,7 @@ from drafter_service.drafters.draft_model import DraftModelOptions
 from drafter_service.drafters.ngram import NgramOptions
 
 ROOT = Path(__file__).parent.parent
+POOL = {"name": "a", "kind": "ngram"}
 SECTIONS: dict[str, type[BaseModel]] = {
     "[target]": config.ModelConfig,
     "[verifier]": config.VerifierConfig,
@@ -76,6 +77,21 @@ def test_example_files_are_valid(path: Path) -> None:
         ({"target": {"model": ""}}, "target.model"),
         ({"target": {"model": "x"}, "orchestrator": {"default_pool": "a"}}, "no pool 'a'"),
         ({"target": {"model": "x"}, "orchestrator": {"port": 70000}}, "orchestrator.port"),
+        (
+            {"target": {"model": "x"}, "drafter_pools": [{**POOL, "max_replicas": 0}]},
+            "drafter_pools.a.replicas: 1 is not between min_replicas 0 and max_replicas 0",
+        ),
+        (
+            {"target": {"model": "x"}, "drafter_pools": [{**POOL, "min_replicas": 2}]},
+            "drafter_pools.a.replicas: 1 is not between min_replicas 2 and",
+        ),
+        (
+            {
+                "target": {"model": "x"},
+                "drafter_pools": [{**POOL, "attached": True, "min_replicas": 1}],
+            },
+            "drafter_pools.a.min_replicas: an attached pool",
+        ),
     ],
 )
 def test_a_wrong_config_names_the_key(data: dict[str, Any], message: str) -> None:

@@ -241,6 +241,13 @@ async def test_demand_scales_between_its_bounds(target: Path, gate: threading.Ev
         for clock[0] in range(100, 2000, 10):
             await scaler.step()
         assert len(cluster.replicas) == 2
+        oldest = next(iter(cluster.replicas))  # at the minimum another one comes in its place
+        drained = asyncio.create_task(scaler.drain(oldest))
+        await asyncio.sleep(0)
+        await scaler.step()
+        assert await drained == 2
+        await cluster.settle(2)
+        assert oldest not in cluster.replicas
         for server in host.servers.values():
             await server.stop(0)
 

@@ -127,13 +127,13 @@ def test_answers_are_the_targets_and_drafts_stand_where_they_belong(
 
 
 def test_counts_as_distilling_does(engine: VerifierEngine, tiny: TinyFactory) -> None:
-    """Two ways to the same acceptance: drafts that are made, and one forward over the answers."""
+    """Two ways to the same acceptance: one job after the other, and the drafter's engine."""
     path = tiny("llama", seed=7, num_hidden_layers=1)
     drafter = tuning.create_drafter(pool("small", "draft_model", path, 3))
     answers = replay(engine, RemoteSource(drafter, 3), PROMPTS, Options(2, 3, 40)).answers
     model = RaggedModel.load(ModelConfig(model=str(path), **MODEL))
     texts = [Text(list(a.prompt_ids), list(a.token_ids), None, None) for a in answers]
-    expected = acceptance(matches(model, texts), 3)
+    expected = acceptance(matches(model, drafter, texts, 3), 3)
     steps = count_steps(answers, 3, 1000)
     assert steps.tokens_per_step == pytest.approx(expected.tokens_per_step)
     # Where an answer ends, a draft has nothing to be held against: both leave it out.
