@@ -155,7 +155,7 @@ def best_line(base: Setting, overhead: Overhead = _OVERHEAD) -> Line:
 
 def _load(num_clients: int, round_trip_s: float) -> Setting:
     link = Link(one_way_s=round_trip_s / 2, jitter_s=round_trip_s / 20)
-    tokens = 128 if num_clients < 64 else 64 if num_clients < 512 else 40
+    tokens = 128 if num_clients < 64 else 48 if num_clients < 512 else 32
     changes = {"num_clients": num_clients, "num_new_tokens": tokens, "link": link}
     return _LARGE.model_copy(update=changes)
 

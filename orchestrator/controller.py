@@ -83,6 +83,10 @@ class Acceptance:
         """Chance that the first `j` (at least 1) draft tokens are all accepted."""
         return self.first.value * self.further.value ** (j - 1)
 
+    def tokens(self, length: int) -> float:
+        """Tokens expected of a round with a draft of so many."""
+        return 1 + sum(self.chance(j) for j in range(1, length + 1))
+
 
 class VerifyCost:
     """Seconds a forward takes, by its number of tokens: a line through what was measured lately.

@@ -24,6 +24,7 @@ from core.types import (
 )
 from orchestrator.clients import DrafterClient
 from orchestrator.controller import Acceptance
+from orchestrator.foresight import Foresight
 from orchestrator.outbox import Outbox
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica, explain_mismatch
@@ -61,6 +62,7 @@ class Drafting:
         self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens, c.attached) for c in configs}
         self._max_branches = {c.name: c.max_branches for c in configs}
         self._acceptances = {c.name: Acceptance.of_pool() for c in configs}
+        self._foresights = {n: Foresight(a.first) for n, a in self._acceptances.items()}
         self._fallback_pool = fallback_pool
         self.default_pool = default_pool or next(iter(self.pools), "")
         routed = [name for name in self.pools if name != fallback_pool]
@@ -185,6 +187,7 @@ class Drafting:
             self._report(sequence)
             sequence.stats.drafter = pool.name
             sequence.acceptance = Acceptance(self._acceptances[pool.name])
+            sequence.foresight = self._foresights[pool.name]
 
     def commit(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Tell the sequence's drafter what was committed, or find it one."""
@@ -198,8 +201,9 @@ class Drafting:
     def sent(self, rows: tuple[VerifyRow, ...]) -> None:
         """Have the drafters whose blocks went to the target draft ahead of the verdict."""
         for sequence in (self._sequences[row.sequence] for row in rows):
-            if sequence.drafter is not None and (told := sequence.draft_ahead()) is not None:
-                self._outbox(self._replicas[sequence.drafter][1]).sents.append(told)
+            drafter = sequence.drafter
+            if drafter is not None and (told := sequence.draft_ahead(self._clock())) is not None:
+                self._outbox(self._replicas[drafter][1]).sents.append(told)
 
     def tell(self, sequence: Sequence, verdict: Verdict) -> None:
         """Hand on what the target computed of the tokens it holds, if the drafter needs it."""
@@ -271,6 +275,8 @@ class Drafting:
         self._replicas[replica.replica_id][0].busy_s += plans.draft_ns / 1e9
         for plan in plans.plans:
             if sequence := self._sequences.get(plan.sequence):
+                if seconds := sequence.plans.answered(plan, self._clock()):
+                    sequence.foresight.time(seconds)
                 sequence.take_plan(plan, self._num_ids)
         for need in plans.need_opens:
             sequence = self._sequences.get(need.sequence)

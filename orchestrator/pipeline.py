@@ -24,6 +24,7 @@ from core.types import (
 )
 from orchestrator.accounting import count_step
 from orchestrator.controller import MAX_DRAFT_TOKENS, Acceptance
+from orchestrator.foresight import Foresight
 from orchestrator.near import NearDrafter
 from orchestrator.plans import Key, Outcome, Plans
 from orchestrator.requests import GenerationRequest, SpeculationStats
@@ -39,6 +40,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.stats = SpeculationStats()
         self.acceptance = Acceptance()
+        self.foresight = Foresight(self.acceptance.first)
         self.num_worthwhile = MAX_DRAFT_TOKENS
         self.cached_prompt_tokens = 0
         # Verifier side.
@@ -169,8 +171,10 @@ class Sequence:
         if self.request.sampling.rule is Rule.ENSEMBLE:
             num_alone = max(0, len(token_ids) - len(row.draft_distributions))
             self.stats.num_tokens_without_distributions += num_alone
-        if cause := self.plans.decide(self.outcome_key):
-            self.stats.plan_misses[cause] += 1
+        was_ahead = self.plans.is_ahead
+        self.stats.plan_misses.update(self.plans.decide(self.outcome_key))
+        if was_ahead:
+            self.foresight.learn(bool(row.draft_token_ids), bool(self.plans.branches))
         self.near.branch = None
         self.num_wanted = 0
         self.acceptance.observe(len(row.draft_token_ids), accepted)
@@ -218,19 +222,19 @@ class Sequence:
     ) -> DraftOpen:
         """Take up a drafter (again) from the committed tokens."""
         self.drafter, self.drafter_limit = replica_id, pool_limit
-        self.max_branches = max_branches
+        self.max_branches = 0 if self.request.sampling.rule.needs_distributions else max_branches
         self.generation += 1
         self.plans.clear()
         self.outcome = Outcome(len(self.tokens) - 1, 0)
         self.impatience = self.impatient_rounds = 0
-        prepare_only = self.is_prompt_pending or self.row is not None
+        prepare_only = self.is_prompt_pending or (self.row is not None and not self.row.partial)
         self._want(0 if prepare_only else self.num_draft_tokens, now)
         known = (self.id, self.generation, tuple(self.tokens), self.request.sampling)
         return DraftOpen(
             *known,
             max_draft_tokens=pool_limit,
             next_draft_tokens=self.num_wanted,
-            max_branches=max_branches,
+            max_branches=self.max_branches,
             traceparent=self.request.traceparent,
         )
 
@@ -260,6 +264,7 @@ class Sequence:
 
     def _want(self, num_tokens: int, now: float) -> None:
         self.num_wanted, self.wanted_at = num_tokens, now
+        self.plans.ask(self.outcome.base_length, now)
 
     def take_plan(self, plan: Plan, num_ids: int) -> bool:
         """Keep of a plan's branches what can still be used; count why not otherwise."""
@@ -267,21 +272,23 @@ class Sequence:
         if plan.generation != self.generation or self.drafter is None:
             misses["stale"] += 1
             return False
-        block = None if self.row is None else len(self.tokens)
-        took = self.plans.take(plan, self.outcome_key, block, self.request.sampling.rule, num_ids)
-        for cause in took:
-            misses[cause] += 1
+        block = None if self.row is None or self.row.partial else len(self.tokens)
+        rule = self.request.sampling.rule
+        misses.update(self.plans.take(plan, self.outcome_key, block, rule, num_ids))
         return block is None and self.outcome_key in self.plans.branches
 
-    def draft_ahead(self) -> DraftSent | None:
-        """Ask the drafter for what may come behind the block just sent, if the block is its draft;
-        None when there is nothing to ask."""
-        row, is_own = self.row, self.outcome_key in self.plans.branches
-        if row is None or row.partial or not self.max_branches or not is_own:
+    def draft_ahead(self, now: float) -> DraftSent | None:
+        """Ask the drafter for what may come behind the block just sent, if the block is its draft or
+        empty; None when there is nothing to ask."""
+        row = self.row
+        if row is None or self.is_prompt_pending or not self.max_branches:
+            return None
+        if row.partial or (row.draft_token_ids and self.outcome_key not in self.plans.branches):
             return None
         num_sent = len(row.draft_token_ids)
         wanted = min(self.num_draft_tokens, self.num_remaining - num_sent - 2)
         self.plans.is_ahead = wanted > 0
+        self.plans.ask(len(self.tokens), now)
         told = DraftSent(self.id, self.generation, len(self.tokens), num_sent, wanted)
         return told if wanted > 0 else None
 
@@ -292,6 +299,17 @@ class Sequence:
         if self.num_wanted == 0 or self.impatient_rounds or self.num_unverified > 1:
             return None
         return None if self.outcome_key in self.plans.branches else self.wanted_at + patience_s
+
+    @property
+    def tokens_with_draft(self) -> float:
+        """Tokens expected of a round that has a draft."""
+        return self.acceptance.tokens(self.num_draft_tokens)
+
+    @property
+    def plan_due_at(self) -> float:
+        """When the plan is expected that the row waits for."""
+        asked_at = self.plans.asked[1] if self.plans.asked else self.wanted_at
+        return asked_at + self.foresight.seconds
 
     def give_up_plan(self) -> None:
         """The plan did not come in time: go on without, twice as long each time it happens."""

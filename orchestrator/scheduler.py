@@ -86,18 +86,29 @@ class Scheduler:
     def select(self, sequences: Iterable[Sequence], budget: int, now: float) -> Selection:
         """Form the next micro-batch of one verifier, at most `budget` tokens long."""
         idle = [s for s in sequences if s.row is None]
-        deadlines = []
+        waiting, deadlines = [], []
         for sequence in idle:
             deadline = sequence.plan_deadline(self.patience_s)
             if deadline is None:
                 continue
             if deadline > now:
+                waiting.append(sequence)
                 deadlines.append(deadline)
             else:
                 sequence.give_up_plan()
-        if deadlines:
+        if waiting and self._pays(waiting, idle, now):
             return Selection(wake_at=min(deadlines))
         return Selection(self._fill(idle, budget))
+
+    def _pays(self, waiting: list[Sequence], idle: list[Sequence], now: float) -> bool:
+        """Whether the drafts that some wait for bring more than all lose by it; always where nobody
+        drafts ahead of a row that goes without."""
+        if not all(s.max_branches for s in waiting):
+            return True
+        rates = sum(s.foresight.tokens_per_round(s.tokens_with_draft) for s in idle)
+        rates /= self.controller.cost.seconds(len(idle))
+        gain = sum(s.foresight.worth(s.tokens_with_draft) for s in waiting)
+        return gain > rates * max(s.plan_due_at - now for s in waiting)
 
     def _fill(self, idle: list[Sequence], budget: int) -> tuple[VerifyRow, ...]:
         """Rows in the order of importance: decoding, their drafts, then chunks of prompts."""

@@ -69,9 +69,8 @@ def _settings(
     if config is not None:
         settings = load_config(config)
     else:
-        whole = {"target": {"model": target, **model}, "drafter_pools": []}
-        for spec in drafters:
-            whole["drafter_pools"].append(parse_drafter(spec, model))
+        pools = [parse_drafter(spec, model) for spec in drafters]
+        whole = {"target": {"model": target, **model}, "drafter_pools": pools}
         settings = parse_config(whole, source="--drafter")
     if not settings.drafter_pools:
         raise ConfigError("there is no drafter to measure")

@@ -263,12 +263,8 @@ async def forerun(*arguments: str) -> str:
 
 async def test_service_and_command_line(running: Cluster, target: Path) -> None:
     """What is wrong must be named by its field; what was asked for must show in the status."""
-    server = await serve_orchestrator(
-        running.stack.engine,
-        running.stack.tokenizer,
-        OrchestratorConfig(port=0),
-        scaler=running.scaler,
-    )
+    stack, config = running.stack, OrchestratorConfig(port=0)
+    server = await serve_orchestrator(stack.engine, stack.tokenizer, config, scaler=running.scaler)
     bad = [
         ("nope", 1, "pool: there is no pool of remote drafters 'nope'; there are: copy"),
         ("near", 1, "pool: there is no pool of remote drafters 'near'"),
@@ -278,9 +274,9 @@ async def test_service_and_command_line(running: Cluster, target: Path) -> None:
     async with create_channel(server.address) as channel:
         stub = ClusterServiceStub(channel)
         for name, replicas, message in bad:
-            request = cluster_pb2.ScaleDraftersRequest(pool=name, replicas=replicas)
+            asked = cluster_pb2.ScaleDraftersRequest(pool=name, replicas=replicas)
             with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
-                await stub.ScaleDrafters(request)
+                await stub.ScaleDrafters(asked)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         output = await forerun("scale", "copy", "3", "--wait", "60", "--address", server.address)
         assert output == "copy: 1 -> 3 drafters wanted\ncopy: 3 serve\n"

@@ -1,4 +1,4 @@
-"""A prediction layer for a tiny target, in the format of `forerun distil`, as training begins it."""
+"""A prediction layer for a tiny target, in the format of `forerun distil`, as training begins."""
 
 from pathlib import Path
 

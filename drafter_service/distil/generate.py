@@ -8,7 +8,7 @@ missing. Knows nothing of drafters and training.
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,37 @@ class _Answer:
         return Text(self.prompt_ids, self.token_ids, top_ids, top_log_probs)
 
 
+class Shards:
+    """The files of one folder: of each `SHARD_PROMPTS` consecutive prompts, the answers.
+
+    paths: of all shards. sizes: tokens of the answers, of those shards that are there.
+    """
+
+    def __init__(self, folder: Path, num_prompts: int, num_tokens: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.paths = [
+            folder / f"shard-{number:05d}.safetensors"
+            for number in range(-(-num_prompts // SHARD_PROMPTS))
+        ]
+        self.sizes = {n: num_answered(path) for n, path in enumerate(self.paths) if path.exists()}
+        self._num_tokens = num_tokens
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are not there, ascending."""
+        return [number for number in range(len(self.paths)) if number not in self.sizes]
+
+    def needed(self) -> list[Path] | None:
+        """The first shards, as many as hold the tokens wanted, or all; None if one is missing."""
+        total = 0
+        for number, path in enumerate(self.paths):
+            if number not in self.sizes:
+                return None
+            total += self.sizes[number]
+            if total >= self._num_tokens:
+                return self.paths[: number + 1]
+        return self.paths
+
+
 def generate(
     model: RaggedModel,
     prompts: Sequence[str],
@@ -83,28 +114,46 @@ def generate(
     run out. Calls `on_tokens` with the tokens there are so far. Raises InvalidRequestError for a
     prompt that leaves no room for its answer, ModelError for a target without a tokenizer.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [
-        folder / f"shard-{number:05d}.safetensors"
-        for number in range(-(-len(prompts) // SHARD_PROMPTS))
-    ]
-    sizes = {n: _num_tokens(path) for n, path in enumerate(paths) if path.exists()}
-    if needed := _prefix(sizes, len(paths), num_tokens):
-        return paths[:needed]
-    missing = (i for i in range(len(prompts)) if i // SHARD_PROMPTS not in sizes)
+    shards = Shards(folder, len(prompts), num_tokens)
+    if (needed := shards.needed()) is not None:
+        return needed
+    missing = {number: shards.paths[number] for number in shards.missing()}
+    given = dict(enumerate(prompts))
+    for unfinished in write_shards(model, given, missing, options, shards.sizes):
+        if (needed := shards.needed()) is not None:
+            return needed
+        on_tokens(min(num_tokens, sum(shards.sizes.values()) + unfinished))
+    return shards.paths
+
+
+def write_shards(
+    model: RaggedModel,
+    prompts: Mapping[int, str],
+    paths: Mapping[int, Path],
+    options: GenerationOptions,
+    sizes: dict[int, int],
+) -> Iterator[int]:
+    """Write the shards of these numbers to these paths; `prompts` has theirs, by number.
+
+    Yields after every answer: how many tokens the shards have that are not finished; those that are
+    stand in `sizes`. Raises as `generate`.
+    """
+    members = {
+        number: [
+            i for i in range(number * SHARD_PROMPTS, (number + 1) * SHARD_PROMPTS) if i in prompts
+        ]
+        for number in paths
+    }
     answers: dict[int, list[_Answer]] = {}
-    for answer in _answer(model, prompts, missing, options):
+    for answer in _answer(model, prompts, (i for each in members.values() for i in each), options):
         number = answer.number // SHARD_PROMPTS
         shard = answers.setdefault(number, [])
         shard.append(answer)
-        if len(shard) == len(prompts[number * SHARD_PROMPTS :][:SHARD_PROMPTS]):
+        if len(shard) == len(members[number]):
             shard.sort(key=lambda each: each.number)
             _save([each.text() for each in answers.pop(number)], paths[number])
-            sizes[number] = _num_tokens(paths[number])
-            if needed := _prefix(sizes, len(paths), num_tokens):
-                return paths[:needed]
-        on_tokens(min(num_tokens, sum(sizes.values()) + sum(map(_written, answers.values()))))
-    return paths
+            sizes[number] = num_answered(paths[number])
+        yield sum(map(_written, answers.values()))
 
 
 def load_texts(paths: Sequence[Path]) -> Iterator[Text]:
@@ -124,6 +173,11 @@ def load_texts(paths: Sequence[Path]) -> Iterator[Text]:
             start, answered = end, part.stop
 
 
+def num_answered(path: Path) -> int:
+    """How many tokens of answers a shard holds. Raises as `load_texts`."""
+    return sum(len(text.answer_ids) for text in load_texts([path]))
+
+
 def _save(texts: Sequence[Text], path: Path) -> None:
     token_ids = [token for text in texts for token in (*text.prompt_ids, *text.answer_ids)]
     lengths = [[len(text.prompt_ids), len(text.answer_ids)] for text in texts]
@@ -138,28 +192,15 @@ def _save(texts: Sequence[Text], path: Path) -> None:
     unfinished.rename(path)
 
 
-def _num_tokens(path: Path) -> int:
-    return sum(len(text.answer_ids) for text in load_texts([path]))
-
-
 def _written(shard: Sequence[_Answer]) -> int:
     return sum(len(answer.token_ids) for answer in shard)
 
 
-def _prefix(sizes: dict[int, int], num_shards: int, num_tokens: int) -> int:
-    """How many first shards hold `num_tokens` tokens, or are all; 0 if some are yet missing."""
-    total = 0
-    for number in range(num_shards):
-        if number not in sizes:
-            return 0
-        total += sizes[number]
-        if total >= num_tokens:
-            return number + 1
-    return num_shards
-
-
 def _answer(
-    model: RaggedModel, prompts: Sequence[str], numbers: Iterable[int], options: GenerationOptions
+    model: RaggedModel,
+    prompts: Mapping[int, str],
+    numbers: Iterable[int],
+    options: GenerationOptions,
 ) -> Iterator[_Answer]:
     """The answers to the prompts of these numbers as they are finished; the batch is kept full."""
     if model.tokenizer is None:

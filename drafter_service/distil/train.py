@@ -9,7 +9,8 @@ first of a draft, as the second, and so on, all behind what the target really sa
 
 Everything that a step needs depends on the seed and the step's number. A run that was interrupted
 therefore goes on from its last checkpoint to the same drafter, bit for bit, on the same machine.
-Knows nothing of checkpoints of drafters, of the CLI and of where texts come from.
+Several processes (`ranks`) each take a part of every batch; every token counts the same, whoever
+has it. Knows nothing of checkpoints of drafters, of the CLI and of where texts come from.
 """
 
 import os
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InvalidRequestError
+from drafter_service.distil import ranks
 from drafter_service.distil.batches import Batch, endless, make_batch
 from drafter_service.distil.generate import Text
 from drafter_service.distil.measure import Acceptance, Matches, acceptance
@@ -106,6 +108,11 @@ class Trainer:
     def __init__(self, student: Student, data: TrainingData, options: TrainingOptions) -> None:
         if not data.training:
             raise InvalidRequestError("tokens", "there is no text to train on")
+        per_step = min(options.batch_size, len(data.training))
+        if per_step < ranks.count():
+            raise InvalidRequestError(
+                "batch_size", f"{per_step} texts per step for {ranks.count()} processes"
+            )
         self._student, self._data, self._options = student, data, options
         self._lengths = [len(t.prompt_ids) + len(t.answer_ids) for t in data.training]
         per_epoch = max(1, len(data.training) // options.batch_size)
@@ -143,23 +150,30 @@ class Trainer:
         return self._options.num_depths if is_last_part else 1
 
     def _train_on(self, texts: Sequence[Text]) -> float:
-        batch = make_batch(texts, self._student.columns).to(self._student.device)
+        part = ranks.part(texts)
+        batch = make_batch(part, self._student.columns).to(self._student.device)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate()
+        losses, counts = [], []
+        for logits, which in self._logits(batch, self.num_depths()):
+            losses.append(distillation_loss(logits, batch, which, self._options.hard_share))
+            counts.append(len(which))
+        totals = ranks.total(counts)  # of tokens: this process's mean counts by its share of them
         losses = [
-            distillation_loss(logits, batch, which, self._options.hard_share)
-            for logits, which in self._logits(batch, self.num_depths())
+            each * (n / max(1, total))
+            for each, n, total in zip(losses, counts, totals, strict=True)
         ]
         weights = [self._options.depth_weight**depth for depth in range(len(losses))]
         loss = sum(w * each for w, each in zip(weights, losses, strict=True)) / sum(weights)
         assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
+        ranks.add_gradients(self._trained.values())
         nn.utils.clip_grad_norm_(self._trained.values(), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()
-        return float(losses[0].detach())
+        return ranks.total([float(losses[0].detach())])[0]
 
     def _evaluate(self) -> None:
         losses, _ = self._measure(self._data.validation)
@@ -185,8 +199,9 @@ class Trainer:
     @torch.no_grad()
     def _measure(self, texts: Sequence[Text]) -> tuple[float, list[Matches]]:
         """Mean loss at the first place of a draft, and what `acceptance` asks for, per text."""
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
         matches: list[Matches] = []
+        texts = ranks.part(texts)
         for start in range(0, len(texts), self._options.batch_size):
             part = texts[start : start + self._options.batch_size]
             batch = make_batch(part, self._student.columns).to(self._student.device)
@@ -201,7 +216,8 @@ class Trainer:
                 for row, each in enumerate(found):
                     each.append(right[rows == row].tolist())
             matches += found
-        return total / max(1, count), matches
+        total, count = ranks.total([total, count])
+        return total / max(1, count), ranks.gathered(matches)
 
     def _is_stale(self) -> bool:
         losses = [each.validation_loss for each in self.history]
@@ -210,6 +226,8 @@ class Trainer:
         )
 
     def _save(self, path: Path) -> None:
+        if not ranks.is_first():
+            return
         state = {
             "step": self.step,
             "weights": {name: p.detach() for name, p in self._trained.items()},
@@ -242,7 +260,10 @@ def distillation_loss(logits: Tensor, batch: Batch, which: Tensor, hard_share: f
 
     logits: `[M', draft vocabulary]`, for the tokens `which` of the batch. Mass that the target
     gives to known tokens outside of the draft vocabulary cannot be learnt and counts for nothing.
+    The loss of no tokens is zero.
     """
+    if not len(which):
+        return logits.float().sum()
     columns, probabilities = batch.columns[which], batch.probabilities[which]
     logits = logits.float()
     inside = columns >= 0
