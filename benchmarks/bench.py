@@ -27,9 +27,11 @@ from benchmarks import (  # noqa: E402
     engine_rows,
     kind_rows,
     overhead_rows,
+    pair_rows,
     parameter_rows,
     serving_rows,
     simulation_rows,
+    system_rows,
     trace_rows,
     tune_rows,
 )
@@ -50,6 +52,8 @@ ROWS = (
     *trace_rows.ROWS,
     *tune_rows.ROWS,
     *simulation_rows.ROWS,
+    *system_rows.ROWS,
+    *pair_rows.ROWS,
 )
 
 

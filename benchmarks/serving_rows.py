@@ -18,7 +18,7 @@ _LOOKUPS = (2, 3, 5, 8, 10)
 _BATCH = 8
 
 
-async def _eight(bench: Bench, tasks: Sequence[str], drafter: str) -> Measurement:
+async def eight_clients(bench: Bench, tasks: Sequence[str], drafter: str) -> Measurement:
     """Eight clients at once against `generate` on batches of eight."""
     stack, peer = await bench.stack(), await bench.peer()
     num_tokens = bench.scale.num_new_tokens
@@ -60,7 +60,7 @@ async def one_client(
             begin = time.perf_counter()
             seen.append(await stack.generate(prompt, num_tokens, drafter))
             seconds[0] += time.perf_counter() - begin
-            seconds[1] += await _lookup_seconds(bench, [prompt], lookup)
+            seconds[1] += await lookup_seconds(bench, [prompt], lookup)
         ours.append(len(tasks) * num_tokens / seconds[0])
         theirs.append(len(tasks) * num_tokens / seconds[1])
     return Measurement(ours, theirs, _notes(seen))
@@ -87,7 +87,7 @@ async def turns_between_pools(
     return speeds
 
 
-async def _lookup_seconds(bench: Bench, prompts: Sequence[Sequence[int]], lookup: int) -> float:
+async def lookup_seconds(bench: Bench, prompts: Sequence[Sequence[int]], lookup: int) -> float:
     """Seconds of the peer, prompt after prompt, with prompt lookup unless `lookup` is 0."""
     peer = await bench.peer()
     num_tokens = bench.scale.num_new_tokens
@@ -132,19 +132,19 @@ def _notes(generations: Sequence[Generation]) -> list[str]:
 @row("plain_8_clients", unit="tokens/s", at_least=1.4)
 async def plain_8_clients(bench: Bench) -> Measurement:
     """Continuous batching alone."""
-    return await _eight(bench, CHAT, drafter="")
+    return await eight_clients(bench, CHAT, drafter="")
 
 
 @row("ngram_8_clients_mixed", unit="tokens/s", at_least=1.5)
 async def ngram_8_clients_mixed(bench: Bench) -> Measurement:
     """Prompt lookup where it finds little."""
-    return await _eight(bench, CHAT * 2, bench.pool("ngram"))
+    return await eight_clients(bench, CHAT * 2, bench.pool("ngram"))
 
 
 @row("ngram_8_clients_grounded", unit="tokens/s", at_least=1.9)
 async def ngram_8_clients_grounded(bench: Bench) -> Measurement:
     """Prompt lookup where answers repeat their input."""
-    return await _eight(bench, GROUNDED * 2, bench.pool("ngram"))
+    return await eight_clients(bench, GROUNDED * 2, bench.pool("ngram"))
 
 
 @row("ngram_1_client", unit="tokens/s", at_least=1.4)
@@ -152,7 +152,7 @@ async def ngram_1_client(bench: Bench) -> Measurement:
     """Prompt lookup against transformers' own, at the draft length that suits it best."""
     prompts = bench.fresh(MIXED)
     lookups = _LOOKUPS if bench.scale.num_runs > 1 else _LOOKUPS[:1]
-    seconds = {n: await _lookup_seconds(bench, prompts, n) for n in lookups}
+    seconds = {n: await lookup_seconds(bench, prompts, n) for n in lookups}
     best = min(seconds, key=seconds.__getitem__)
     tokens = len(prompts) * bench.scale.num_new_tokens
     speeds = ", ".join(f"{n}: {tokens / seconds[n]:.1f}" for n in lookups)

@@ -8,7 +8,7 @@ elsewhere. Events at one moment keep their order, so a run is repeated exactly.
     run(main)       runs a coroutine in such a world; other threads keep the real one
     sleep in a job  ──▶ the job's thread is free that much later, and its result comes then
 
-Knows nothing of what runs in it.
+Knows the names that it replaces, and nothing else of what runs in it.
 """
 
 import asyncio

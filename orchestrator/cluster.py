@@ -1,4 +1,5 @@
-"""Ray: starts, places, watches and restarts the services. Beside `local_ray` the only user of ray.
+"""Ray: starts, places, watches and restarts the services. With `local_ray` and `distil_ray` the
+only user of ray.
 
 Every verifier and drafter is one named actor that runs its gRPC server inside itself and tells its
 address. Not a token passes through Ray: actor calls start a service and find it again.
@@ -15,8 +16,6 @@ one with the same config finds them by name, also those added later. Knows nothi
 import asyncio
 import contextlib
 import itertools
-import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ import ray.util
 from core import __version__
 from core.config import Config, DrafterPoolConfig, PlacementConfig
 from core.errors import ConfigError, ModelError, UnavailableError
-from orchestrator.local_ray import LocalRay
+from orchestrator.local_ray import LocalRay, join_ray
 from orchestrator.ray_options import describe_amounts, describe_placement, placement_options
 from orchestrator.requests import ReplicaSpec
 from orchestrator.service_actor import ServiceActor, Started
@@ -37,7 +36,6 @@ from orchestrator.service_actor import ServiceActor, Started
 #: A local Ray cannot grow, so what does not fit now never will; a cluster may add nodes.
 _LOCAL_PLACEMENT_S = 30.0
 _JOINED_PLACEMENT_S = 900.0
-_KNOCK_S = 5.0
 _LOOKUP_S = 30.0
 _RESOLVE_S = 10.0
 _POLL_S = 1.0
@@ -146,16 +144,7 @@ class RayCluster:
             self._local = LocalRay(settings)
             return
         self._report(f"joining Ray at {settings.address}")
-        try:
-            _knock(settings.address)
-            ray.init(
-                address=settings.address,
-                namespace=settings.namespace,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UnavailableError(f"no Ray cluster at {settings.address}: {error}") from error
+        join_ray(settings.address, settings.namespace)
         self._has_joined = True
 
     def _create_actors(self) -> None:
@@ -250,13 +239,6 @@ def _indices(pool: DrafterPoolConfig, running: set[str]) -> list[int]:
     unused = (index for index in itertools.count() if index not in found)
     num_missing = max(pool.replicas, pool.min_replicas or 0) - len(kept)
     return sorted([*kept, *itertools.islice(unused, max(0, num_missing))])
-
-
-def _knock(address: str) -> None:
-    """Raise OSError when nothing listens there: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():  # not "auto"
-        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 def _get(actor: _Actor, reference: Any) -> Any:

@@ -1,9 +1,11 @@
 """`forerun distil`: what may be typed, and the progress bar.
 
-The work is in `drafter_service.distil`. Errors that forerun knows are told by `orchestrator.cli`.
-`--help` imports no torch. Ctrl-C ends it at once; the same command goes on from there.
+The work is in `drafter_service.distil`; what other machines do of it, in `orchestrator.distil_ray`.
+Errors that forerun knows are told by `orchestrator.cli`. `--help` imports neither torch nor ray.
+Ctrl-C ends it at once; the same command goes on from there.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,8 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from core.config import PlacementConfig
+from orchestrator.local_ray import prepare_environment
+
 if TYPE_CHECKING:
+    from drafter_service.distil.run import DistilOptions
     from drafter_service.distil.train import Point
+    from orchestrator.distil_ray import RayWriters
 
 _INTERRUPTED = 130
 
@@ -92,11 +99,21 @@ def distil(
     rows: Annotated[int, typer.Option(min=1, help="Answers written at a time.")] = 64,
     seed: Annotated[int, typer.Option(help="Same seed, same drafter.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Threads of torch; 0: its own.")] = 0,
+    writers: Annotated[
+        int, typer.Option(min=0, help="Ray actors that write the text; 0: this process does.")
+    ] = 0,
+    address: Annotated[
+        str, typer.Option(help="Join this Ray cluster (host:port) instead of starting a local one.")
+    ] = "",
+    gpus_per_writer: Annotated[float, typer.Option(min=0, help="GPUs of each actor.")] = 0.0,
+    cpus_per_writer: Annotated[float, typer.Option(min=0, help="CPUs of each actor.")] = 1.0,
 ) -> None:
-    """Make a drafter for a target from the target itself; repeated, it goes on where it ended."""
+    """Make a drafter for a target from the target itself; repeated, it goes on where it ended.
+
+    Under torchrun, several processes train together.
+    """
     from drafter_service.distil.generate import GenerationOptions
     from drafter_service.distil.run import DistilOptions
-    from drafter_service.distil.run import distil as run
     from drafter_service.distil.train import TrainingOptions
 
     options = DistilOptions(
@@ -120,28 +137,63 @@ def distil(
             seed=seed,
         ),
     )
+    ray = (cpus_per_writer, gpus_per_writer, address)
+    _run(options, _ray_writers(options, writers, *ray) if writers else None)
+
+
+def _run(options: "DistilOptions", writer: "RayWriters | None") -> None:
+    from drafter_service.distil import ranks
+    from drafter_service.distil.run import distil as run
+
     try:
-        with _progress() as progress:
-            measured = run(options, _Bars(progress))
+        with ranks.joined(), _progress(quiet=not ranks.is_first()) as progress:
+            measured = run(options, _Bars(progress), writer)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
+    finally:
+        if writer:
+            writer.close()
+    if measured is None:  # the first process tells
+        return
     best = measured.best_length
     print(
-        f"{out}: mean acceptance {measured.acceptance[best - 1].mean:.3f} over {best} draft tokens,"
-        f" step {measured.step_ratio:.3f} of the target's, expected speed-up"
+        f"{options.out}: mean acceptance {measured.acceptance[best - 1].mean:.3f} over {best}"
+        f" draft tokens, step {measured.step_ratio:.3f} of the target's, expected speed-up"
         f" {measured.speedup(best):.2f}"
     )
 
 
-def _progress() -> Progress:
+def _ray_writers(
+    options: "DistilOptions", count: int, num_cpus: float, num_gpus: float, address: str
+) -> "RayWriters":
+    from drafter_service.distil.writers import load_target
+
+    if not address:
+        prepare_environment()
+    from orchestrator.distil_ray import RayWriters  # imports ray, which wants the above
+
+    # Other processes have other working directories.
+    path = Path(options.target).expanduser()
+    load = functools.partial(
+        load_target,
+        str(path.resolve()) if path.is_dir() else options.target,
+        rows=options.rows,
+        max_new_tokens=options.generation.max_new_tokens,
+        threads=options.threads,
+    )
+    placement = PlacementConfig(num_cpus=num_cpus, num_gpus=num_gpus)
+    return RayWriters(load, options.rows, count, placement, address)
+
+
+def _progress(quiet: bool) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=Console(stderr=True, quiet=quiet),
     )
 
 

@@ -194,9 +194,8 @@ class Drafting:
         if sequence.drafter is None:
             self.attach(sequence)
             return
-        _, replica = self._replicas[sequence.drafter]
         commit = sequence.commit_drafter(token_ids, self._clock())
-        self._outbox(replica).commits.append(commit)
+        self._outbox(self._replicas[sequence.drafter][1]).commits.append(commit)
 
     def sent(self, rows: tuple[VerifyRow, ...]) -> None:
         """Have the drafters whose blocks went to the target draft ahead of the verdict."""
@@ -208,9 +207,8 @@ class Drafting:
     def tell(self, sequence: Sequence, verdict: Verdict) -> None:
         """Hand on what the target computed of the tokens it holds, if the drafter needs it."""
         if verdict.features is not None and sequence.needs and sequence.drafter is not None:
-            _, replica = self._replicas[sequence.drafter]
             told = DraftFeatures(sequence.id, sequence.generation, verdict.features)
-            self._outbox(replica).features.append(told)
+            self._outbox(self._replicas[sequence.drafter][1]).features.append(told)
 
     def take(self, sequence: Sequence, verdict: Verdict) -> None:
         """Keep the draft that came with a verdict, once it is committed."""
@@ -275,8 +273,8 @@ class Drafting:
         self._replicas[replica.replica_id][0].busy_s += plans.draft_ns / 1e9
         for plan in plans.plans:
             if sequence := self._sequences.get(plan.sequence):
-                if seconds := sequence.plans.answered(plan, self._clock()):
-                    sequence.foresight.time(seconds)
+                draft_s, foresight = plans.draft_ns / 1e9, sequence.foresight
+                sequence.plans.time(plan, self._clock(), draft_s, foresight)
                 sequence.take_plan(plan, self._num_ids)
         for need in plans.need_opens:
             sequence = self._sequences.get(need.sequence)
@@ -291,12 +289,8 @@ class Drafting:
             self.attach(sequence)
         else:
             sequence.no_draft_cause = _CAUSES[need.reason]
-            log.info(
-                "drafting ended",
-                request_id=sequence.request.request_id,
-                sequence=sequence.id,
-                why=need.message or need.reason.value,
-            )
+            name, why = sequence.request.request_id, need.message or need.reason.value
+            log.info("drafting ended", request_id=name, sequence=sequence.id, why=why)
 
     def _limit(self, pool: Pool, replica: Replica) -> int:
         own = replica.info.max_draft_tokens if isinstance(replica.info, DrafterInfo) else 0

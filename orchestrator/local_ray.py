@@ -1,8 +1,9 @@
-"""A Ray of one's own on this machine, for laptops, tests and the demo; gone without a trace.
+"""A Ray of one's own on this machine, for laptops, tests and the demo; or a running one.
 
-Starts it in a short folder of its own, so that no other Ray is joined by accident, and ends
-exactly the processes it started, by their ids. Ray listens on all interfaces, so each port of this
-one wants a random token, given in the environment: written to a file, a later Ray would want it.
+A local one is gone without a trace: it starts in a short folder of its own, so that no other Ray is
+joined by accident, and ends exactly the processes it started, by their ids. Ray listens on all
+interfaces, so each port of this one wants a random token, given in the environment: written to a
+file, a later Ray would want it.
 Knows nothing of actors. ray is imported late, because it reads that environment when imported.
 """
 
@@ -11,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 
 import psutil
@@ -19,6 +21,7 @@ from core.config import RayConfig
 from core.errors import UnavailableError
 
 _END_S = 10.0
+_KNOCK_S = 5.0
 
 
 def prepare_environment() -> None:
@@ -29,6 +32,26 @@ def prepare_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def join_ray(address: str, namespace: str) -> None:
+    """Make this process a driver of the Ray at `host:port` or "auto". Raises UnavailableError."""
+    import ray
+
+    try:
+        _knock(address)
+        ray.init(
+            address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnavailableError(f"no Ray cluster at {address}: {error}") from error
+
+
+def _knock(address: str) -> None:
+    """Raise OSError when nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():  # not "auto"
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 class LocalRay:

@@ -45,8 +45,7 @@ class Sequence:
         self.cached_prompt_tokens = 0
         # Verifier side.
         self.verifier: str | None = None
-        self.is_open = False
-        self.verified = 0
+        self.is_open, self.verified = False, 0
         self.row: VerifyRow | None = None
         # Drafter side.
         self.drafter: str | None = None
@@ -58,8 +57,7 @@ class Sequence:
         self.plans = Plans()
         self.num_wanted = 0
         self.wanted_at = 0.0
-        self.impatient_rounds = 0
-        self.impatience = 0
+        self.impatience = self.impatient_rounds = 0
         self.absence = "no_drafter"
         self.no_draft_cause = "" if request.speculation.enabled else "disabled"
         self.near = NearDrafter()
@@ -171,10 +169,8 @@ class Sequence:
         if self.request.sampling.rule is Rule.ENSEMBLE:
             num_alone = max(0, len(token_ids) - len(row.draft_distributions))
             self.stats.num_tokens_without_distributions += num_alone
-        was_ahead = self.plans.is_ahead
-        self.stats.plan_misses.update(self.plans.decide(self.outcome_key))
-        if was_ahead:
-            self.foresight.learn(bool(row.draft_token_ids), bool(self.plans.branches))
+        decided = self.plans.decide(self.outcome_key, len(row.draft_token_ids), self.foresight)
+        self.stats.plan_misses.update(decided)
         self.near.branch = None
         self.num_wanted = 0
         self.acceptance.observe(len(row.draft_token_ids), accepted)
@@ -278,19 +274,17 @@ class Sequence:
         return block is None and self.outcome_key in self.plans.branches
 
     def draft_ahead(self, now: float) -> DraftSent | None:
-        """Ask the drafter for what may come behind the block just sent, if the block is its draft or
-        empty; None when there is nothing to ask."""
-        row = self.row
-        if row is None or self.is_prompt_pending or not self.max_branches:
+        """Ask the drafter what may come behind the block just sent, if that is its own or empty;
+        None when there is nothing to ask."""
+        row, is_own = self.row, self.outcome_key in self.plans.branches
+        if row is None or row.partial or self.is_prompt_pending or not self.max_branches:
             return None
-        if row.partial or (row.draft_token_ids and self.outcome_key not in self.plans.branches):
-            return None
-        num_sent = len(row.draft_token_ids)
+        num_sent, length = len(row.draft_token_ids), len(self.tokens)
         wanted = min(self.num_draft_tokens, self.num_remaining - num_sent - 2)
-        self.plans.is_ahead = wanted > 0
-        self.plans.ask(len(self.tokens), now)
-        told = DraftSent(self.id, self.generation, len(self.tokens), num_sent, wanted)
-        return told if wanted > 0 else None
+        if wanted <= 0 or (num_sent and not is_own):
+            return None
+        self.plans.ask(length, now, is_ahead=True)
+        return DraftSent(self.id, self.generation, length, num_sent, wanted)
 
     # ------------------------------------------------------------ readiness
 
@@ -299,17 +293,6 @@ class Sequence:
         if self.num_wanted == 0 or self.impatient_rounds or self.num_unverified > 1:
             return None
         return None if self.outcome_key in self.plans.branches else self.wanted_at + patience_s
-
-    @property
-    def tokens_with_draft(self) -> float:
-        """Tokens expected of a round that has a draft."""
-        return self.acceptance.tokens(self.num_draft_tokens)
-
-    @property
-    def plan_due_at(self) -> float:
-        """When the plan is expected that the row waits for."""
-        asked_at = self.plans.asked[1] if self.plans.asked else self.wanted_at
-        return asked_at + self.foresight.seconds
 
     def give_up_plan(self) -> None:
         """The plan did not come in time: go on without, twice as long each time it happens."""

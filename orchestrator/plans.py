@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from core.types import Branch, Plan, Rule
 from orchestrator.branches import usable_branch
+from orchestrator.foresight import Foresight
 
 Key = tuple[int, int, int]
 
@@ -26,25 +27,30 @@ class Outcome:
 class Plans:
     """The branches at hand. `is_ahead`: the drafter was asked to draft ahead of the block that is
     at the target. `settled`: outcomes up to this base length were foreseen, or have been counted as
-    missed: each is missed once, however many plans come for it. `asked`: the base length that the
-    drafter was asked last to draft for and when; None once it has answered."""
+    missed: each is missed once, however many plans come for it. `asked_for`: the base length that
+    the drafter was asked last to draft for, -1 where that was not foreseen; `asked_at`: when."""
 
     branches: dict[Key, Branch] = field(default_factory=dict)
     is_ahead: bool = False
     settled: int = -1
-    asked: tuple[int, float] | None = None
+    asked_for: int = -1
+    asked_at: float = 0.0
+    is_answered: bool = False
 
-    def ask(self, base_length: int, now: float) -> None:
+    def ask(self, base_length: int, now: float, is_ahead: bool = False) -> None:
         """The drafter is asked; what it is at already is not asked for again."""
-        if self.asked is None or self.asked[0] != base_length:
-            self.asked = base_length, now
+        self.is_ahead = is_ahead
+        if self.asked_for != base_length:
+            self.asked_for, self.asked_at, self.is_answered = base_length, now, False
 
-    def answered(self, plan: Plan, now: float) -> float:
-        """The drafter answers; seconds since it was asked for that, or 0.0 if it was not."""
-        if self.asked is None or self.asked[0] != plan.base_length:
-            return 0.0
-        asked_at, self.asked = self.asked[1], None
-        return now - asked_at
+    def time(self, plan: Plan, now: float, draft_s: float, foresight: Foresight) -> None:
+        """Let `foresight` know how long the first answer to what was asked took, and drafting alone
+        (`draft_s`), if it is this one and has a draft."""
+        if self.is_answered or self.asked_for != plan.base_length:
+            return
+        self.is_answered = True
+        if num_tokens := max((len(each.draft_token_ids) for each in plan.branches), default=0):
+            foresight.time(now - self.asked_at, draft_s, num_tokens)
 
     def take(
         self, plan: Plan, known: Key, block: int | None, rule: Rule, num_ids: int
@@ -66,22 +72,29 @@ class Plans:
             causes += self._miss("not_enumerated", known[0])
         return causes
 
-    def decide(self, outcome: Key) -> list[str]:
-        """The block at the target has this outcome: keep what was drafted for it. Returns why there
-        is nothing although the drafter was asked to draft ahead; else nothing."""
-        num_ahead = sum(key[0] == outcome[0] for key in self.branches)
+    def decide(self, outcome: Key, num_draft_tokens: int, foresight: Foresight) -> list[str]:
+        """The block at the target, so many draft tokens, has this outcome: keep what was drafted
+        for it, and let `foresight` know. Returns why there is nothing although the drafter was
+        asked to draft ahead; else nothing. What comes behind a whole block is drafted last."""
+        known = 2 if outcome[1] == num_draft_tokens else 1
+        num_ahead = sum(key[:known] == outcome[:known] for key in self.branches)
         self.branches = {key: each for key, each in self.branches.items() if key == outcome}
         was_ahead, self.is_ahead = self.is_ahead, False
+        if was_ahead:
+            is_hit = bool(self.branches) if num_ahead else None
+            foresight.learn(had_draft=num_draft_tokens > 0, is_hit=is_hit)
         if self.branches:
             self.settled = outcome[0]
             return []
         if not was_ahead:
             return []
+        if num_ahead:
+            self.asked_for = -1
         return self._miss("not_enumerated" if num_ahead else "late", outcome[0])
 
     def clear(self) -> None:
         """The drafter is another one, or gone."""
-        self.branches, self.is_ahead, self.settled, self.asked = {}, False, -1, None
+        self.branches, self.is_ahead, self.settled, self.asked_for = {}, False, -1, -1
 
     def _miss(self, cause: str, base_length: int) -> list[str]:
         """The cause, unless the outcome is settled; it is from now on."""

@@ -105,10 +105,10 @@ class Scheduler:
         drafts ahead of a row that goes without."""
         if not all(s.max_branches for s in waiting):
             return True
-        rates = sum(s.foresight.tokens_per_round(s.tokens_with_draft) for s in idle)
+        rates = sum(s.foresight.tokens_per_round(_tokens_with_draft(s)) for s in idle)
         rates /= self.controller.cost.seconds(len(idle))
-        gain = sum(s.foresight.worth(s.tokens_with_draft) for s in waiting)
-        return gain > rates * max(s.plan_due_at - now for s in waiting)
+        gain = sum(s.foresight.worth(_tokens_with_draft(s)) for s in waiting)
+        return gain > rates * max(_plan_wait_s(s, now) for s in waiting)
 
     def _fill(self, idle: list[Sequence], budget: int) -> tuple[VerifyRow, ...]:
         """Rows in the order of importance: decoding, their drafts, then chunks of prompts."""
@@ -142,3 +142,25 @@ class Scheduler:
             worthwhile = self.controller.allot(longest, len(decoding), len(decoding))
             for sequence, length in zip(decoding, worthwhile, strict=True):
                 sequence.num_worthwhile = length
+                if sequence.max_branches:
+                    sequence.num_worthwhile = sequence.foresight.best_length(
+                        sequence.acceptance,
+                        length,
+                        lambda k: self.controller.cost.seconds(len(decoding) + k),
+                    )
+
+
+def _tokens_with_draft(sequence: Sequence) -> float:
+    """Tokens expected of a round that has a draft."""
+    return sequence.acceptance.tokens(sequence.num_draft_tokens)
+
+
+def _plan_wait_s(sequence: Sequence, now: float) -> float:
+    """How much longer until the plan is expected that a row waits for. One that was asked for
+    before the outcome was known may lack it: when it is overdue, another is made since then."""
+    asked_at, wait_s = sequence.plans.asked_at, sequence.foresight.wait_s
+    is_ahead = asked_at < sequence.wanted_at
+    due_at = asked_at + wait_s(sequence.num_wanted + is_ahead)
+    if is_ahead and due_at < now:
+        due_at = sequence.wanted_at + wait_s(sequence.num_wanted)
+    return due_at - now

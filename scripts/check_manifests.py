@@ -4,6 +4,7 @@
 - Built-in kinds are validated by kubernetes-validate, strictly: an unknown field is an error.
 - A RayCluster is validated by its CRD's own schema, tightened as an API server reads it.
 - A RayCluster obeys what the KubeRay operator (v1.7) refuses at run time.
+- Pods are within Kubernetes' restricted standard, which their namespace enforces.
 
 Skips, and says so, where kubectl or the CRDs (FORERUN_KUBERAY_SCHEMAS, by default a folder
 `shared/schemas` beside the checkout) are absent. Nothing is sent anywhere.
@@ -37,6 +38,11 @@ def overlays() -> list[Path]:
     """The folders that render: the base and every overlay."""
     found = [path.parent for path in K8S.glob("overlays/*/kustomization.yaml")]
     return [K8S / "base", *sorted(found)]
+
+
+def clusters() -> list[Path]:
+    """Those of them that are a whole cluster."""
+    return [folder for folder in overlays() if (folder / "forerun.toml").exists()]
 
 
 def render(folder: Path) -> list[Manifest]:
@@ -92,6 +98,8 @@ def tighten(node: Any) -> Any:
 
 def schema_problems(manifest: Manifest, ray_schema: dict[str, Any] | None) -> Iterator[str]:
     """What the schema of the manifest's kind refuses."""
+    if manifest["apiVersion"].startswith("monitoring.coreos.com/"):
+        return  # no copy of these at hand: tests/test_manifests.py reads them
     if manifest["kind"] != "RayCluster":
         try:
             kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
@@ -131,6 +139,45 @@ def port_problems(manifest: Manifest) -> Iterator[str]:
                     yield f"port name {name!r}: 1 to 15 of a-z, 0-9 and -"
                 if number in RAY_WORKER_PORTS:
                     yield f"port {number} lies in 10002-19999, where Ray starts its workers"
+
+
+def security_problems(manifest: Manifest) -> Iterator[str]:
+    """What the restricted standard for pods refuses, and a root file system that may be written."""
+    containers = [c for pod in pod_specs(manifest) for c in pod["containers"]]
+    if "autoscalerOptions" in manifest.get("spec", {}):
+        containers.append({"name": "autoscaler", **manifest["spec"]["autoscalerOptions"]})
+    for pod in pod_specs(manifest):
+        security = pod.get("securityContext", {})
+        if not security.get("runAsNonRoot") or security.get("runAsUser", 0) == 0:
+            yield "a pod may run as root"
+        if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+            yield "a pod has no seccomp profile"
+        if any("hostPath" in volume for volume in pod.get("volumes", [])):
+            yield "a pod mounts its node's files"
+    for container in containers:
+        security = container.get("securityContext", {})
+        if security.get("capabilities", {}).get("drop") != ["ALL"]:
+            yield f"container {container['name']} keeps capabilities"
+        if security.get("allowPrivilegeEscalation", True):
+            yield f"container {container['name']} may gain privileges"
+        if not security.get("readOnlyRootFilesystem"):
+            yield f"container {container['name']} may write to its root"
+
+
+def budget_problems(manifests: list[Manifest]) -> Iterator[str]:
+    """Disruption budgets that refuse every eviction: those that count a RayCluster's pods."""
+    labels = [
+        group["template"].get("metadata", {}).get("labels", {})
+        for manifest in manifests
+        if manifest["kind"] == "RayCluster"
+        for group in groups(manifest)
+    ]
+    for budget in [m for m in manifests if m["kind"] == "PodDisruptionBudget"]:
+        wanted = budget["spec"]["selector"]["matchLabels"].items()
+        has_number = isinstance(budget["spec"].get("minAvailable"), int)
+        if any(wanted <= pod.items() for pod in labels) and not has_number:
+            # A RayCluster has no scale subresource, so Kubernetes does not know its size.
+            yield f"{name_of(budget)}: minAvailable must be a number for pods of a RayCluster"
 
 
 def cluster_problems(cluster: Manifest) -> Iterator[str]:
@@ -207,9 +254,10 @@ def whole_cpus(quantity: str) -> str:
 def check_folder(folder: Path, ray_schema: dict[str, Any] | None) -> list[str]:
     """Every problem of one rendered folder."""
     manifests = render(folder)
-    problems = []
+    problems = [f"{folder.name}: {problem}" for problem in budget_problems(manifests)]
     for manifest in manifests:
         found = [*schema_problems(manifest, ray_schema), *port_problems(manifest)]
+        found += security_problems(manifest)
         if manifest["kind"] == "RayCluster":
             found += cluster_problems(manifest)
         problems += [f"{folder.name}: {name_of(manifest)}: {problem}" for problem in found]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import kind_rows, overhead_rows, simulation_rows, tune_rows
+from benchmarks import kind_rows, overhead_rows, simulation_rows, system_rows, tune_rows
 from benchmarks.bench import ROWS, run, select
 from benchmarks.context import QUICK, Bench
 from benchmarks.processes import BenchError, Process
@@ -52,7 +52,8 @@ def _console() -> Console:
 
 async def test_every_row_is_measured_and_written(config: Config, tmp_path: Path) -> None:
     """A row that breaks, a side that does other work, fp32 texts that differ, or a key missing."""
-    alone = (*kind_rows.ROWS, *tune_rows.ROWS, *simulation_rows.ROWS)  # these start services each
+    # These start services each.
+    alone = (*kind_rows.ROWS, *tune_rows.ROWS, *simulation_rows.ROWS, *system_rows.ROWS)
     # What nobody trained is never accepted, so this one row has nothing to show here.
     rows = [each for each in ROWS if each not in alone and each.name != "drafter_acceptance"]
     outcomes = await run(config, rows, QUICK, _console())

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from core.types import Branch, DraftSent, Plan, Rule, SamplingParams, SparseDistribution, Verdict
 from orchestrator.pipeline import Sequence
-from orchestrator.plans import Plans
 from tests.policy import make_sequence
 
 NUM_IDS = 100
@@ -36,7 +35,7 @@ def test_a_branch_for_the_outcome_needs_no_draft() -> None:
 
 def test_plans_of_one_block_add_up() -> None:
     """Branches come as they are finished, in several plans: a later one must not drive out an
-    earlier one, nor any of them the draft that is at the target."""
+    earlier one, nor any of them the draft that is at the target. Those of other outcomes go."""
     sequence = _at_target()
     base = len(sequence.tokens)
     for accepted, token in ((0, 4), (3, 6), (0, 5)):
@@ -44,15 +43,8 @@ def test_plans_of_one_block_add_up() -> None:
     assert sequence.draft_ahead(0.0) is not None, "the block's own draft is forgotten"
     _decide(sequence, 0, 4)
     assert sequence.draft_at_hand() == (0, 4)
+    assert list(sequence.plans.branches.values()) == [Branch(0, 4, (0, 4))]
     assert sequence.commit_drafter((4,), 0.0).next_draft_tokens == 0
-
-
-def test_branches_of_another_outcome_are_forgotten() -> None:
-    """A branch that stayed would be taken for a later block's, whose text it does not follow."""
-    sequence = _at_target()
-    _take(sequence, len(sequence.tokens), Branch(1, 5, (20,)), Branch(2, 5, (21,)))
-    _decide(sequence, 1, 5)
-    assert list(sequence.plans.branches.values()) == [Branch(1, 5, (20,))]
 
 
 def test_a_plan_that_crossed_the_verdict_is_used() -> None:
@@ -73,12 +65,12 @@ def test_a_plan_that_crossed_the_verdict_is_used() -> None:
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_an_outcome_is_missed_once(is_told: bool) -> None:
-    """One verdict without a branch is one miss, "late" where nothing came before it and else
-    "not_enumerated": plans that still come must not be counted again."""
+    """One verdict without a branch is one miss, "late" where nothing had come and "not_enumerated"
+    where branches of its accepted count had: plans that still come must not be counted again."""
     sequence = _at_target()
     base = len(sequence.tokens)
     if is_told:
-        _take(sequence, base, Branch(0, 4, (30,)))
+        _take(sequence, base, Branch(2, 4, (30,)))
     _decide(sequence, 2, 5)
     expected = {"not_enumerated" if is_told else "late": 1}
     assert sequence.stats.plan_misses == expected
@@ -152,8 +144,9 @@ def test_the_drafters_branch_goes_before_the_fallbacks() -> None:
     assert told is not None and told.num_draft_tokens == 1
 
 
-def test_the_last_tokens_ask_for_nothing() -> None:
-    """Behind the block there must be room for a draft and the target's own token."""
+def test_what_would_not_be_verified_is_not_drafted_ahead() -> None:
+    """Behind the block there must be room for a draft and the target's own token, and it must be
+    worth it, or the drafter is busy for nothing."""
     for max_new_tokens, expected in ((5, None), (6, None), (7, 1), (8, 2), (50, 4)):
         sequence = _at_target(max_new_tokens)  # one is there, the block may bring four
         told = sequence.draft_ahead(0.0)
@@ -161,14 +154,8 @@ def test_the_last_tokens_ask_for_nothing() -> None:
         assert sequence.plans.is_ahead == (told is not None)
         _decide(sequence, 0, 5)
         assert sequence.stats.plan_misses == ({"late": 1} if expected else {})
-
-
-def test_what_is_not_worth_verifying_is_not_drafted_ahead() -> None:
-    """A controller that leaves all drafts out must not keep the drafter busy."""
-    sequence = _with_drafter()
-    _take(sequence, len(sequence.tokens) - 1, Branch(0, 4, BLOCK))
+    sequence = _at_target()
     sequence.num_worthwhile = 0
-    sequence.next_row(10, 0)
     assert sequence.draft_ahead(0.0) is None
 
 
@@ -250,29 +237,22 @@ def test_ids_that_the_target_lacks_end_a_branch() -> None:
 
 @given(st.data())
 def test_any_order_of_plans_gives_one_draft_or_one_miss(data: st.DataObject) -> None:
-    """However a block's branches are cut into plans, and wherever the verdict falls among them,
-    the branch of the outcome is there or the outcome counts as missed, once."""
-    keys = [(j, token) for j in range(4) for token in (4, 5, 6) if token not in BLOCK[j : j + 1]]
+    """However a block's branches are cut into plans, repeated, and wherever the verdict falls among
+    them: the branch of the outcome is there, and where it was not in time that is one miss."""
+    keys = [(j, token) for j in range(4) for token in (4, 5, 6)]
     foreseen = data.draw(st.lists(st.sampled_from(keys), unique=True))
     outcome = data.draw(st.sampled_from(keys))
-    plans, base = Plans(is_ahead=True), 10
-    known, misses = (9, 0, 3), []
-    verdict_at = data.draw(st.integers(0, len(foreseen)))
-    for index in range(len(foreseen) + 1):
+    sequence, verdict_at = _at_target(), data.draw(st.integers(0, len(foreseen)))
+    base, misses = len(sequence.tokens), sequence.stats.plan_misses
+    for index, key in enumerate([*foreseen, None]):
         if index == verdict_at:
-            known = (base, *outcome)
-            misses += plans.decide(known)
-            is_missed = outcome not in foreseen[:verdict_at]
-            assert len(misses) == is_missed
-        if index < len(foreseen):
-            branch = Branch(*foreseen[index], (index,))
-            block = None if index >= verdict_at else base
-            plan = Plan(1, 1, base, (branch,))
-            misses += plans.take(plan, known, block, Rule.GREEDY, NUM_IDS)
-            if data.draw(st.booleans()):
-                misses += plans.take(plan, known, block, Rule.GREEDY, NUM_IDS)
-    assert misses == (["not_enumerated" if verdict_at else "late"] if is_missed else [])
-    assert (known in plans.branches) == (outcome in foreseen)
+            _decide(sequence, *outcome)
+            assert misses.total() == (outcome not in foreseen[:verdict_at])
+        for _ in range(data.draw(st.integers(1, 2)) if key else 0):
+            _take(sequence, base, Branch(*key, (index,)))
+    assert misses.total() == (outcome not in foreseen[:verdict_at])
+    expected = (foreseen.index(outcome),) if outcome in foreseen else ()
+    assert sequence.draft_at_hand() == expected
 
 
 def _first_token(sequence: Sequence) -> None:

@@ -254,9 +254,8 @@ async def test_demand_scales_between_its_bounds(target: Path, gate: threading.Ev
 
 async def forerun(*arguments: str) -> str:
     """What the command prints."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "orchestrator.cli", *arguments, stdout=asyncio.subprocess.PIPE
-    )
+    command = (sys.executable, "-m", "orchestrator.cli", *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     return out.decode()
 

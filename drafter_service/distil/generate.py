@@ -91,7 +91,7 @@ class Shards:
     def needed(self) -> list[Path] | None:
         """The first shards, as many as hold the tokens wanted, or all; None if one is missing."""
         total = 0
-        for number, path in enumerate(self.paths):
+        for number in range(len(self.paths)):
             if number not in self.sizes:
                 return None
             total += self.sizes[number]

@@ -26,8 +26,11 @@ _Item = TypeVar("_Item")
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Find the other processes, if torchrun started this one, and leave them at the end."""
-    if not dist.is_torchelastic_launched():
+    """Find the other processes, if torchrun started this one, and leave them at the end.
+
+    Once in a process: whoever is inside already stays so. gloo cannot find them a second time.
+    """
+    if not dist.is_torchelastic_launched() or dist.is_initialized():
         yield
         return
     if torch.cuda.is_available():
@@ -97,5 +100,6 @@ def add_gradients(parameters: Iterable[nn.Parameter]) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     sums = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(sums)
-    for p, each in zip(parameters, sums.split([p.numel() for p in parameters]), strict=True):
+    parts = torch.split(sums, [p.numel() for p in parameters])
+    for p, each in zip(parameters, parts, strict=True):
         p.grad = each.view_as(p)

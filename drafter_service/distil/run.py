@@ -2,7 +2,8 @@
 
 What takes long lies in a work directory and is not done twice: text and hidden states in shards,
 training in a checkpoint. Texts of every fiftieth prompt are not trained on but say when to stop;
-the held-out prompts are only measured. Progress is told to an `Observer`.
+the held-out prompts are only measured. Progress is told to an `Observer`. A `Writer` may write text
+and hidden states elsewhere; several processes may train (see `ranks`).
 """
 
 import hashlib
@@ -14,14 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from core.config import DrafterPoolConfig, ModelConfig
-from core.embedded import resolve_model
 from core.errors import InvalidRequestError, ModelError
 from core.features import HIDDEN_STATES
 from core.model import RaggedModel
 from core.prediction_layer import SHAPE
+from drafter_service.distil import ranks
 from drafter_service.distil.checkpoint import check_free, write_card, write_checkpoint
-from drafter_service.distil.features import with_features, write_features
-from drafter_service.distil.generate import GenerationOptions, Text, generate, load_texts
+from drafter_service.distil.features import with_features
+from drafter_service.distil.generate import GenerationOptions, Text, load_texts
 from drafter_service.distil.measure import Report, report, step_seconds
 from drafter_service.distil.prediction import PredictionStudent
 from drafter_service.distil.prompts import HELD_OUT, built_in, read_prompts, whole_words
@@ -33,6 +34,7 @@ from drafter_service.distil.shapes import (
     prune,
 )
 from drafter_service.distil.train import Point, Student, Trainer, TrainingData, TrainingOptions
+from drafter_service.distil.writers import LocalWriter, Writer, load_target
 from drafter_service.drafters import attach_drafter, create_drafter
 
 _MAX_PROMPTS = 24_000
@@ -83,16 +85,28 @@ class DistilOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
-def distil(options: DistilOptions, observer: Observer) -> Report:
-    """Make the drafter, or go on making it. Raises InvalidRequestError, ConfigError, ModelError."""
+def distil(
+    options: DistilOptions, observer: Observer, writer: Writer | None = None
+) -> Report | None:
+    """Make the drafter, or go on making it. Raises InvalidRequestError, ConfigError, ModelError.
+
+    writer: writes text and hidden states instead of this process; it is closed when they are there.
+    Inside `ranks.joined()` every process calls this alike; only the first one gets the report.
+    """
     check_free(options.out)
     work = options.work or options.out.with_name(options.out.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
-    target = _load(options, options.rows, "auto")
-    layers = _layers(options, target.num_layers)
-    texts, held_out = _write_texts(target, options, layers, work, observer)
     longest = min(_LONGEST_DRAFT, options.training.draft_length + 3)
-    target_s = [step_seconds(target, count) for count in range(1, longest + 2)]
+    with ranks.first_before_others():
+        target = _load(options, 1 if writer else options.rows, "auto")
+        layers = _layers(options, target.num_layers)
+        texts, held_out = _write_texts(
+            target, writer or LocalWriter(target), options, layers, work, observer
+        )
+        if writer:
+            writer.close()
+        lengths = range(1, longest + 2 if ranks.is_first() else 1)
+        target_s = [step_seconds(target, length) for length in lengths]
     answers = (text.answer_ids for text in texts)
     token_ids = choose_vocabulary(
         answers, options.vocabulary, target.vocab_size, target.eos_token_ids
@@ -109,6 +123,8 @@ def distil(options: DistilOptions, observer: Observer) -> Report:
         lambda t: observer.trained(t.step, t.num_steps, t.history[-1] if t.history else None),
     )
     observer.trained(trainer.step, trainer.num_steps, trainer.history[-1])
+    if not ranks.is_first():
+        return None
     manifest = _manifest(options, layers, token_ids, texts, trainer)
     write_checkpoint(options.out, network, trainer.best, token_ids, manifest)
     measured = _report(options, held_out, target_s, longest)
@@ -147,16 +163,13 @@ def _report(
 
 def _load(options: DistilOptions, rows: int, dtype: Any) -> RaggedModel:
     """The target, to write with many rows, or in fp32 to be cut down and trained."""
-    return RaggedModel.load(
-        ModelConfig(
-            model=resolve_model(options.target),
-            dtype=dtype,
-            max_sequences=rows,
-            max_length=max(512, 2 * options.generation.max_new_tokens),
-            max_batch_tokens=max(1024, 16 * rows),
-            threads=options.threads,
-            pack_weights=dtype != "float32",
-        )
+    return load_target(
+        options.target,
+        rows=rows,
+        max_new_tokens=options.generation.max_new_tokens,
+        threads=options.threads,
+        dtype=dtype,
+        device_map=ranks.device_map(),
     )
 
 
@@ -176,6 +189,7 @@ def _layers(options: DistilOptions, num_layers: int) -> tuple[int, ...]:
 
 def _write_texts(
     target: RaggedModel,
+    writer: Writer,
     options: DistilOptions,
     layers: tuple[int, ...],
     work: Path,
@@ -195,9 +209,8 @@ def _write_texts(
         max_new_tokens=options.generation.max_new_tokens,
         top_n=options.generation.top_n,
     )
-    measured = generate(target, held_out, work / "held-out", greedy, _ENOUGH)
-    shards = generate(
-        target,
+    measured = writer.texts(held_out, work / "held-out", greedy, _ENOUGH)
+    shards = writer.texts(
         prompts,
         work / "text",
         options.generation,
@@ -210,10 +223,8 @@ def _write_texts(
     needs = [*(f"{HIDDEN_STATES}:{layer}" for layer in layers), HIDDEN_STATES]
     name = "-".join(["features", *map(str, layers)])
     folders = work / name, work / f"held-out-{name}"
-    write_features(target, needs, measured, folders[1])
-    write_features(
-        target, needs, shards, folders[0], lambda done: observer.computed(done, len(shards))
-    )
+    writer.features(needs, measured, folders[1])
+    writer.features(needs, shards, folders[0], lambda done: observer.computed(done, len(shards)))
     observer.computed(len(shards), len(shards))
     return list(with_features(shards, folders[0])), list(with_features(measured, folders[1]))
 

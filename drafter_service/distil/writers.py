@@ -34,7 +34,7 @@ class Writer(Protocol):
         shards: Sequence[Path],
         folder: Path,
         on_shard: Callable[[int], None] = lambda done: None,
-    ) -> list[Path]:
+    ) -> None:
         """See `write_features`."""
 
     def close(self) -> None:
@@ -64,9 +64,9 @@ class LocalWriter:
         shards: Sequence[Path],
         folder: Path,
         on_shard: Callable[[int], None] = lambda done: None,
-    ) -> list[Path]:
+    ) -> None:
         """See `Writer`."""
-        return write_features(self._target, needs, shards, folder, on_shard)
+        write_features(self._target, needs, shards, folder, on_shard)
 
     def close(self) -> None:
         """The target is the caller's."""
