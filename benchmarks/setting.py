@@ -17,17 +17,22 @@ class _Cost(BaseModel):
 
 
 class TargetCost(_Cost):
-    """Seconds of a forward: `base_s` and what each row and each token adds. With `num_stages` it
-    is sharded over so many devices, one behind the other, each with its share of the time."""
+    """Seconds of a forward: `base_s` and what each row and each token adds; tokens of prompts,
+    which come many at a time, may cost another `prefill_s`. With `num_stages` the target is sharded
+    over so many devices, one behind the other, each with its share of the time."""
 
     base_s: float
     row_s: float = 0.0
     token_s: float = 0.0
+    prefill_s: float | None = None
     num_stages: int = 1
 
-    def seconds(self, num_rows: int, num_tokens: int) -> float:
-        """Of one forward, from its first device to its last."""
-        return self.base_s + self.row_s * num_rows + self.token_s * num_tokens
+    def seconds(self, num_rows: int, num_tokens: int, num_prefill: int = 0) -> float:
+        """Of one forward, from its first device to its last; `num_prefill` of the tokens belong to
+        prompts."""
+        prefill_s = self.token_s if self.prefill_s is None else self.prefill_s
+        rest_s = self.token_s * (num_tokens - num_prefill) + prefill_s * num_prefill
+        return self.base_s + self.row_s * num_rows + rest_s
 
 
 class DraftCost(_Cost):

@@ -62,19 +62,20 @@ def simulate(
 
     async def world() -> Result:
         processor = Processor(overhead)
-        target = await serve_target(SyntheticTarget(setting, text))
-        specs = [_spec("target", target, setting.target_link, processor)]
-        for i in range(setting.num_drafters):
-            served = await serve_drafter(setting, drafter or SyntheticDrafter(setting, text))
-            link = setting.link.model_copy(update={"seed": i})
-            specs.append(_spec(f"drafter-{i}", served, link, processor))
-        engine = engine_of(setting, specs)
-        await engine.start()
-        result = await drive(engine, setting, prompts)
-        await engine.stop()
-        return result
+        with staged(setting.target.num_stages):
+            target = await serve_target(SyntheticTarget(setting, text))
+            specs = [_spec("target", target, setting.target_link, processor)]
+            for i in range(setting.num_drafters):
+                served = await serve_drafter(setting, drafter or SyntheticDrafter(setting, text))
+                link = setting.link.model_copy(update={"seed": i})
+                specs.append(_spec(f"drafter-{i}", served, link, processor))
+            engine = engine_of(setting, specs)
+            await engine.start()
+            result = await drive(engine, setting, prompts)
+            await engine.stop()
+            return result
 
-    with staged(setting.target.num_stages), quiet():
+    with quiet():
         return virtual.run(world)
 
 

@@ -9,6 +9,7 @@ the simulator has to predict nothing of. A row's ratio is the simulated speed by
 
 import asyncio
 import functools
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from benchmarks.prompts import CHAT, GROUNDED
 from benchmarks.registry import Measurement, row
 from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.simulate import simulate
+from benchmarks.stack import Stack
 from benchmarks.texts import Text
 from drafter_service.drafters.ngram import NgramDrafter
 
@@ -154,8 +156,9 @@ async def simulated_8_clients_in_flight(bench: Bench) -> Measurement:
 # ---------------------------------------------------------------- the embedded model
 
 
-async def _target_cost(bench: Bench) -> TargetCost:
-    """The line through measured verify steps of 1 and 8 rows, 2 and 5 tokens each."""
+async def _target_cost(bench: Bench, stack: Stack) -> TargetCost:
+    """The line through measured verify steps of 1 and 8 rows, 2 and 5 tokens each; for prompts,
+    what a first token takes."""
     engine = await bench.verifying()
     shapes, seconds = [], []
     for num_rows in (1, _BATCH):
@@ -172,14 +175,20 @@ async def _target_cost(bench: Bench) -> TargetCost:
             shapes.append((1, num_rows, num_rows * (1 + num_draft_tokens)))
             seconds.append(runs["peer"][0] / 1000)
     base_s, row_s, token_s = np.linalg.lstsq(np.array(shapes), np.array(seconds))[0].tolist()
-    return TargetCost(base_s=base_s, row_s=row_s, token_s=token_s)
+    prefill = []
+    for prompt in bench.fresh(GROUNDED[:3]):
+        begin = time.perf_counter()
+        await stack.generate(prompt, 1)
+        prefill.append((time.perf_counter() - begin - base_s) / len(prompt))
+    prefill_s = max(0.0, statistics.median(prefill))
+    return TargetCost(base_s=base_s, row_s=row_s, token_s=token_s, prefill_s=prefill_s)
 
 
 async def _ngram(bench: Bench, num_clients: int) -> Measurement:
     stack, name = await bench.stack(), bench.pool("ngram")
     pool, settings = bench.config.pool(name), bench.config.orchestrator
     num_tokens = max(8, bench.scale.num_new_tokens * 2 // 3)
-    cost = await _target_cost(bench)
+    cost = await _target_cost(bench, stack)
     names = ("max_in_flight", "max_prefill_tokens", "draft_wait_ms")
     setting = Setting(
         target=cost,
@@ -223,7 +232,8 @@ async def _ngram(bench: Bench, num_clients: int) -> Measurement:
     measured = len(prompts) * num_tokens / max(1, steps)
     note = f"tokens per step: simulated {result.tokens_per_step:.2f}, measured {measured:.2f}"
     line = f"a step takes {1000 * cost.base_s:.1f} ms, {1000 * cost.row_s:.2f} more per row and"
-    return Measurement(ours, theirs, [note, f"{line} {1000 * cost.token_s:.2f} per token"])
+    line += f" {1000 * cost.token_s:.2f} per token ({1000 * (cost.prefill_s or 0):.2f} of a prompt)"
+    return Measurement(ours, theirs, [note, line])
 
 
 @_CLOSE("simulated_ngram_1_client")

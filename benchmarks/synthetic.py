@@ -81,7 +81,9 @@ class SyntheticTarget:
             seconds = 0.0
             if batch.rows:
                 num_tokens = sum(row.num_tokens for row in batch.rows)
-                seconds = self._cost.seconds(len(batch.rows), num_tokens)
+                sizes = [len(row.new_token_ids) for row in batch.rows]
+                num_prefill = sum(size for size in sizes if size > 1)
+                seconds = self._cost.seconds(len(batch.rows), num_tokens, num_prefill)
             wait_s = self._pass_stages(seconds)
         pause(wait_s)
         timings = VerifyTimings(0, round(seconds * 1e9), 0, int(seconds > 0))

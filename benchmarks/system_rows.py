@@ -2,9 +2,9 @@
 
 All is real but the two models (benchmarks/synthetic.py): engine, services, gRPC, links as slow as
 they are told to be. One client. The steps take what those of models of 70 billion and one billion
-parameters take on GPUs, and guesses are right as often as those of `embedded:smollm2-135m-pruned`, the stand-in for
-a drafter of the embedded target, in open talk (first 1 to 8 guesses of 173 rejected tokens). The
-push model of docs/benchmarks.md says what rounds that never wait bring:
+parameters take on GPUs, and guesses are right as often as those of `embedded:smollm2-135m-pruned`
+for the embedded target in open talk (the first 1 to 8 guesses of 173 rejected tokens). The push
+model of docs/benchmarks.md says what rounds that never wait bring:
 
     hit rate h:   h E(k) + 1 - h  tokens in  h max(T_v(k+1), enumeration + R) + (1 - h) T_v(1)
 """

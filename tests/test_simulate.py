@@ -17,7 +17,7 @@ from benchmarks.processes import BenchError
 from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.simulate import Line, Policy, simulate, table, write
 from benchmarks.simulation_rows import _overhead
-from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target
+from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target, staged
 from benchmarks.synthetic_drafter import SyntheticDrafter
 from benchmarks.texts import Text
 from core.drafter import AheadJob, Draft, DraftJob
@@ -139,6 +139,32 @@ def test_stages_work_side_by_side() -> None:
         return ends
 
     assert virtual.run(main) == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.08])
+
+
+def test_a_served_target_runs_a_batch_per_stage() -> None:
+    """Stages that stand idle because the service lets one batch in at a time."""
+
+    def seconds(num_stages: int) -> float:
+        setting = _with(num_drafters=0, target=TargetCost(base_s=0.02, num_stages=num_stages))
+
+        async def world() -> float:
+            with staged(num_stages):
+                server = await serve_target(SyntheticTarget(setting))
+                connect = lambda _: DelayedChannel(server, Link())  # noqa: E731
+                engines = [engine_of(setting, [spec("t", "", "", connect)]) for _ in range(2)]
+                for engine in engines:
+                    await engine.start()
+                begin = time.perf_counter()
+                await asyncio.gather(*(drive(engine, setting) for engine in engines))
+                end = time.perf_counter()
+                for engine in engines:
+                    await engine.stop()
+                return end - begin
+
+        return virtual.run(world)
+
+    assert seconds(1) == pytest.approx(2 * 40 * 0.02, rel=0.05)
+    assert seconds(2) == pytest.approx(40 * 0.02, rel=0.05)
 
 
 def test_an_error_in_the_system_is_no_result() -> None:
