@@ -146,7 +146,7 @@ async def _gaps(bench: Bench, stack: Stack, long: int) -> list[float]:
     quarter of its tokens, one after the other."""
     num_tokens = 6 * bench.scale.num_new_tokens if bench.scale.num_runs > 1 else 16
     filler = bench.fresh([" ".join(MIXED * 8)])[0]
-    prompts = [([500 + i] + filler * (1 + long // len(filler)))[:long] for i in range(2)]
+    prompts = [([200 + i] + filler * (1 + long // len(filler)))[:long] for i in range(2)]
 
     async def arrive() -> None:
         await stack.generate(bench.fresh(MIXED[:1])[0], num_tokens // 4)

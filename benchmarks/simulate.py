@@ -176,7 +176,9 @@ def table(lines: Sequence[Line]) -> str:
         cells = [f"{line.speeds[i]:.0f}" if i in line.speeds else "" for i in (0, *DRAFTERS)]
         policy = line.policies[n]
         gain = line.speeds[n] / line.speeds[0]
-        best = f"up to {policy.length} draft tokens, {n} drafters ({gain:.2f} of plain)"
+        best = (
+            f"up to {policy.length} draft tokens, {n} drafter{'s' * (n > 1)} ({gain:.2f} of plain)"
+        )
         best = f"{best if n else 'no drafts'}, {policy.in_flight} in flight"
         round_trip = f"{1000 * line.round_trip_s:g} ms"
         rows.append(f"| {line.num_clients} | {round_trip} | {' | '.join(cells)} | {best} |")

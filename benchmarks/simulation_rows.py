@@ -84,13 +84,13 @@ async def _compare(bench: Bench, **changes: object) -> Measurement:
     ours: list[float] = []
     theirs: list[float] = []
     async with Services.start(setting, bench.target_core, bench.other_core) as services:
-        with quiet():
-            overhead = await calibrate(services)
-            for _ in range(bench.scale.num_runs):
+        for _ in range(bench.scale.num_runs):
+            with quiet():
+                overhead = await calibrate(services)
                 real = await services.run()
-                theirs.append(real.tokens_per_s)
-        simulated = await asyncio.to_thread(simulate, setting, overhead)
-        ours += [simulated.tokens_per_s] * len(theirs)
+            simulated = await asyncio.to_thread(simulate, setting, overhead)
+            theirs.append(real.tokens_per_s)
+            ours.append(simulated.tokens_per_s)
     notes = [_note(simulated, real), f"the texts are {_same(simulated, real)}"]
     return Measurement(ours, theirs, notes)
 
@@ -184,6 +184,18 @@ async def _target_cost(bench: Bench, stack: Stack) -> TargetCost:
     return TargetCost(base_s=base_s, row_s=row_s, token_s=token_s, prefill_s=prefill_s)
 
 
+async def _calibrate_stack(bench: Bench, stack: Stack, setting: Setting) -> Overhead:
+    """As `calibrate`, of services and an orchestrator that are processes; all of it is hop."""
+    extra = []
+    for count in (1, _BATCH):
+        prompts = bench.fresh(CHAT[:count])
+        seconds, _ = await stack.generate_all(prompts, _CALIBRATION_TOKENS, "", count)
+        plain = _plain(setting, count)
+        ideal = await asyncio.to_thread(simulate, plain, prompts=prompts)
+        extra.append(max(0.0, seconds - ideal.seconds) / _CALIBRATION_TOKENS)
+    return _overhead(extra)
+
+
 async def _ngram(bench: Bench, num_clients: int) -> Measurement:
     stack, name = await bench.stack(), bench.pool("ngram")
     pool, settings = bench.config.pool(name), bench.config.orchestrator
@@ -199,18 +211,11 @@ async def _ngram(bench: Bench, num_clients: int) -> Measurement:
         orchestrator={key: getattr(settings, key) for key in names},
         pool={"max_draft_tokens": pool.max_draft_tokens},
     )
-    extra = []
-    for count in (1, _BATCH):
-        prompts = bench.fresh(GROUNDED[:count])
-        seconds, _ = await stack.generate_all(prompts, _CALIBRATION_TOKENS, "", count)
-        plain = _plain(setting, count)
-        ideal = await asyncio.to_thread(simulate, plain, prompts=prompts)
-        extra.append((seconds - ideal.seconds) / _CALIBRATION_TOKENS)
-    overhead = _overhead(extra)
     ours: list[float] = []
     theirs: list[float] = []
     steps = 0
     for _ in range(bench.scale.num_runs):
+        overhead = await _calibrate_stack(bench, stack, setting)
         prompts = bench.fresh(GROUNDED[: max(2, num_clients)])
         begin = time.perf_counter()
         waiting = iter(enumerate(prompts))

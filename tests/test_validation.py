@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from core.errors import InvalidRequestError
 from core.tokenizer import Tokenizer
 from core.types import ModelIdentity, Rule, SamplingParams, VerifierInfo
-from orchestrator import sampling_options, server, validation
+from orchestrator import generation_api, messages, sampling_options, validation
 from orchestrator.requests import GenerationRequest, Output, Speculation, Stopping
 from orchestrator.validation import build_request, is_long
 from protos import generation_pb2 as pb
@@ -121,7 +121,9 @@ def test_unknown_rule(tokenizer: Tokenizer):
 
 def test_every_field_is_read():
     """A field added to the API that neither validation nor server reads is silently ignored."""
-    source = "".join(map(inspect.getsource, (validation, sampling_options, server)))
+    source = "".join(
+        map(inspect.getsource, (validation, sampling_options, messages, generation_api))
+    )
     for name in ("GenerateRequest", *(f"{n}Options" for n in OPTIONS)):
         for field in pb.DESCRIPTOR.message_types_by_name[name].fields:
             assert field.name in source, f"{name}.{field.name}"
