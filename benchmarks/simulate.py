@@ -55,10 +55,13 @@ def simulate(
     text: Text | None = None,
     drafter: Drafter | None = None,
     prompts: Sequence[Sequence[int]] = (),
+    num_warm_ups: int = 0,
 ) -> Result:
-    """What the clients of a setting get. `drafter` drafts instead of a synthetic one (one replica),
-    `text` and `prompts` are instead of random ones; see `Text` and `drive`. Raises BenchError when
-    a part of the system logged an error."""
+    """What the clients of a setting get, the last of `num_warm_ups` + 1 times.
+
+    `drafter` drafts instead of a synthetic one (one replica); `text` and `prompts` stand for random
+    ones, see `Text` and `drive`. Raises BenchError when a part of the system logged an error.
+    """
 
     async def world() -> Result:
         processor = Processor(overhead)
@@ -71,9 +74,9 @@ def simulate(
                 specs.append(_spec(f"drafter-{i}", served, link, processor))
             engine = engine_of(setting, specs)
             await engine.start()
-            result = await drive(engine, setting, prompts)
+            results = [await drive(engine, setting, prompts) for _ in range(num_warm_ups + 1)]
             await engine.stop()
-            return result
+            return results[-1]
 
     with quiet():
         return virtual.run(world)
@@ -156,7 +159,7 @@ def best_line(base: Setting, overhead: Overhead = _OVERHEAD) -> Line:
 
 def _load(num_clients: int, round_trip_s: float) -> Setting:
     link = Link(one_way_s=round_trip_s / 2, jitter_s=round_trip_s / 20)
-    tokens = 128 if num_clients < 64 else 48 if num_clients < 512 else 32
+    tokens = {1: 512, 8: 192, 64: 48, 512: 32}[num_clients]
     changes = {"num_clients": num_clients, "num_new_tokens": tokens, "link": link}
     return _LARGE.model_copy(update=changes)
 

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.context import Bench
 from benchmarks.links import Link, Overhead
 from benchmarks.loads import Result, Services, quiet
-from benchmarks.prompts import CHAT, GROUNDED
+from benchmarks.prompts import GROUNDED
 from benchmarks.registry import Measurement, row
 from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.simulate import simulate
@@ -36,6 +36,8 @@ _BASE = Setting(
 _R10 = Link(one_way_s=0.005, jitter_s=0.0005)
 _CALIBRATION_TOKENS = 24
 _BATCH = 8
+#: Tokens behind which a verify step is measured, about the length of the prompts.
+_CONTEXT = 240
 
 
 # ---------------------------------------------------------------- what messages cost
@@ -163,11 +165,11 @@ async def _target_cost(bench: Bench, stack: Stack) -> TargetCost:
     shapes, seconds = [], []
     for num_rows in (1, _BATCH):
         for num_draft_tokens in (1, 4):
-            length = bench.scale.max_prompt_tokens // 16 + num_draft_tokens
+            length = min(_CONTEXT, bench.scale.max_prompt_tokens) + num_draft_tokens
             runs = await engine.call(
                 "compare",
                 parameters="mixed",
-                texts=[ids[:length] for ids in bench.fresh(CHAT[:num_rows])],
+                texts=[ids[:length] for ids in bench.fresh(GROUNDED[:num_rows])],
                 num_draft_tokens=num_draft_tokens,
                 num_runs=1,
                 num_steps=max(1, bench.scale.num_forwards),
@@ -188,7 +190,7 @@ async def _calibrate_stack(bench: Bench, stack: Stack, setting: Setting) -> Over
     """As `calibrate`, of services and an orchestrator that are processes; all of it is hop."""
     extra = []
     for count in (1, _BATCH):
-        prompts = bench.fresh(CHAT[:count])
+        prompts = bench.fresh(GROUNDED[:count])
         seconds, _ = await stack.generate_all(prompts, _CALIBRATION_TOKENS, "", count)
         plain = _plain(setting, count)
         ideal = await asyncio.to_thread(simulate, plain, prompts=prompts)
@@ -231,7 +233,9 @@ async def _ngram(bench: Bench, num_clients: int) -> Measurement:
 
         steps = sum(await asyncio.gather(*(client() for _ in range(num_clients))))
         theirs.append(len(prompts) * num_tokens / (time.perf_counter() - begin))
-        again = functools.partial(simulate, text=Text(texts), drafter=NgramDrafter(pool))
+        again = functools.partial(
+            simulate, text=Text(texts), drafter=NgramDrafter(pool), num_warm_ups=1
+        )
         result = await asyncio.to_thread(again, setting, overhead, prompts=prompts)
         ours.append(result.tokens_per_s)
     measured = len(prompts) * num_tokens / max(1, steps)

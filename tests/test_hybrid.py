@@ -54,10 +54,10 @@ class Counter(Drafter):
         self.seen.pop(sequence, None)
 
 
-def hybrid(inner: Drafter, min_match: int = 3) -> HybridDrafter:
+def hybrid(inner: Drafter, min_match: int = 3, max_inner_tokens: int = 0) -> HybridDrafter:
     options = {"min_ngram": min_match, "max_ngram": max(4, min_match)}
     lookup = create_drafter(DrafterPoolConfig(name="lookup", kind="ngram", options=options))
-    return HybridDrafter(lookup, inner)
+    return HybridDrafter(lookup, inner, max_inner_tokens)
 
 
 def job(sequence: int, token_ids: Sequence[int], k: int = 3, **fields: Any) -> DraftJob:
@@ -78,6 +78,17 @@ def test_a_long_match_wins_and_the_model_drafts_elsewhere(tiny_llama: Path) -> N
     assert mixed[1:] == load(tiny_llama, "draft_model").draft(jobs)[1:]
     shorter = load(tiny_llama, min_match=2).draft(jobs)
     assert shorter[2].token_ids == (9, 5, 2) and shorter[1] == mixed[1]
+
+
+def test_a_long_draft_is_asked_of_the_lookup_only() -> None:
+    """A copy goes on for long and costs nothing; a model asked for as much would pay for it."""
+    inner = Counter()
+    drafter = hybrid(inner, max_inner_tokens=2)
+    copied, fresh, short = drafter.draft(
+        [job(0, COPIED), job(1, FRESH, 5), job(2, [*FRESH, 60], 1)]
+    )
+    assert copied.token_ids == (9, 8, 7)
+    assert fresh.token_ids == (100, 100) and short.token_ids == (100,)
 
 
 def test_the_model_rests_while_the_lookup_drafts_and_catches_up_when_asked() -> None:

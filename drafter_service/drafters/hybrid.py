@@ -36,12 +36,14 @@ class HybridOptions(DrafterOptions):
     """`[drafter_pools.options]` of kind "hybrid".
 
     `min_match`: the lookup drafts where it finds at least so many of the last tokens.
-    `kind`: who drafts elsewhere, with the pool's `model`.
+    `kind`: who drafts elsewhere, with the pool's `model`; `max_inner_tokens` at a time at most (0:
+    as many as the pool), since a copy that goes on is long and cheap, and a model's draft neither.
     `lookup`, `drafter`: the options of kind "ngram", but for `min_ngram`, and of that `kind`.
     """
 
     min_match: int = Field(3, ge=1, le=16)
     kind: str = Field("draft_model", min_length=1)
+    max_inner_tokens: int = Field(0, ge=0)
     lookup: dict[str, Any] = Field({})
     drafter: dict[str, Any] = Field({})
 
@@ -57,14 +59,16 @@ class HybridOptions(DrafterOptions):
 class HybridDrafter(Drafter):
     """Asks the lookup first and the inner drafter where that has no match.
 
-    lookup: drafts where its match is long enough, and nothing elsewhere.
+    lookup: drafts where its match is long enough, and nothing elsewhere. max_inner_tokens: of a
+    draft of `inner`; 0 for as many as are asked for.
     """
 
     kind = "hybrid"
 
-    def __init__(self, lookup: Drafter, inner: Drafter) -> None:
+    def __init__(self, lookup: Drafter, inner: Drafter, max_inner_tokens: int = 0) -> None:
         self._lookup = lookup
         self._inner = inner
+        self._max_inner_tokens = max_inner_tokens
         self._unchanged: dict[int, int] = {}  # first tokens that are those of the inner's last job
         # What a class says of itself elsewhere depends on the config here.
         self.has_distributions = inner.has_distributions
@@ -125,9 +129,10 @@ class HybridDrafter(Drafter):
 
     def _for_inner(self, job: DraftJob, draft: Draft) -> DraftJob:
         """The job as the inner kind gets it: to catch up only, where the lookup has drafted."""
+        wanted = min(job.num_draft_tokens, self._max_inner_tokens or job.num_draft_tokens)
         return replace(
             job,
-            num_draft_tokens=0 if draft.token_ids else job.num_draft_tokens,
+            num_draft_tokens=0 if draft.token_ids else wanted,
             num_unchanged=min(job.num_unchanged, self._unchanged.get(job.sequence, 0)),
         )
 
@@ -136,7 +141,7 @@ def _is_due(job: DraftJob, asked: DraftJob) -> bool:
     """Whether the inner kind must run for a job: to draft, to read a prompt when the engine wants
     it read, to hear what it is told once only, or because too much is owed to it."""
     num_owed = len(asked.token_ids) - asked.num_unchanged
-    has_drafted = job.num_draft_tokens > asked.num_draft_tokens
+    has_drafted = job.num_draft_tokens > asked.num_draft_tokens == 0
     return not has_drafted or asked.features is not None or num_owed > _MAX_OWED_TOKENS
 
 
@@ -160,6 +165,7 @@ def _hybrid(
     return HybridDrafter(
         _part(config, "lookup", "ngram", lookup, NgramDrafter),
         _part(config, "drafter", options.kind, options.drafter, make_inner),
+        options.max_inner_tokens,
     )
 
 
