@@ -36,8 +36,8 @@ from core.kv_cache import SlotCache
 from core.loading import ATTENTION, load_tokenizer
 from core.model import RaggedModel
 from core.packing import pack_linears, watch_inputs
-from core.prediction_layer import PredictionLayer, read_layer
-from core.shared_weights import single_device, target_of, target_tensors
+from core.prediction_layer import PredictionLayer, read_layer, run_layer
+from core.shared_weights import single_device, spread_logits, target_of, target_tensors
 from core.types import ModelIdentity
 
 
@@ -176,36 +176,15 @@ class MtpLayers:
         hidden: Tensor,
         context: RaggedContext | ProbeContext,
     ) -> Tensor:
-        network = self._network
         ids = torch.tensor([token_ids], device=self.device)
-        embeds = network.embed_tokens(ids).to(hidden.device)
         position_ids = torch.tensor([positions], device=hidden.device)
-        rotary: dict[str, Any] = {}
-        if network.has_per_layer_rope:
-            rotary["layer_type"] = network.config.layer_types[depth]
-        if network.rotary_emb is not None:
-            embedded = network.rotary_emb(embeds, position_ids=position_ids, **rotary)
-        else:
-            embedded = None
-        output: Tensor = network.layers[depth](
-            embeds,
-            hidden[None],
-            position_embeddings=embedded,
-            attention_mask=None,
-            position_ids=position_ids,
-            past_key_values=None,
-            forerun_context=context,
-        )
-        if network.use_shared_post_norm:
-            output = network.shared_post_norm(output)
-        return output[0]
+        return run_layer(self._network, depth, ids, hidden[None], position_ids, context)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._network._project_to_logits(hidden[None])[0]
         if (ids := self._draft_token_ids) is None:
             return logits
-        wide = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        return wide.index_copy_(-1, ids.to(logits.device), logits)
+        return spread_logits(logits, ids, self._vocab_size)
 
 
 def has_mtp_layers(config: Any) -> bool:

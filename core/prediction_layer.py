@@ -58,16 +58,6 @@ class PredictionLayer:
     draft_token_ids: Tensor | None = None
     is_trained: bool = False
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What the directory holds: all weights that are not the target's."""
-        own = {
-            name: value
-            for name, value in self.network.state_dict().items()
-            if name.startswith("layers.")
-        }
-        fusion = {} if self.fusion is None else self.fusion.state_dict()
-        return own | {f"{_FUSION}{name}": value for name, value in fusion.items()}
-
 
 def new_layer(main: Any, layers: Sequence[int] = ()) -> PredictionLayer:
     """A layer without weights (on the meta device) for a target's model, which it borrows from.
@@ -94,6 +84,30 @@ def new_layer(main: Any, layers: Sequence[int] = ()) -> PredictionLayer:
     network.tie_with_main_model(main)
     needs = (*(f"{HIDDEN_STATES}:{layer}" for layer in layers), HIDDEN_STATES)
     return PredictionLayer(network, needs, fusion, None, True)
+
+
+def run_layer(
+    network: Any, depth: int, token_ids: Tensor, hidden: Tensor, positions: Tensor, context: Any
+) -> Tensor:
+    """One layer of a `MtpModel` over `[B, T]` token ids and `[B, T, D]` hidden states, at positions
+    `[1 or B, T]`; `context` is what attends. Returns `[B, T, D]`."""
+    embeds = network.embed_tokens(token_ids).to(hidden.device)
+    rotary: dict[str, Any] = {}
+    if network.has_per_layer_rope:
+        rotary["layer_type"] = network.config.layer_types[depth]
+    embedded = None
+    if network.rotary_emb is not None:
+        embedded = network.rotary_emb(embeds, position_ids=positions, **rotary)
+    output: Tensor = network.layers[depth](
+        embeds,
+        hidden,
+        position_embeddings=embedded,
+        attention_mask=None,
+        position_ids=positions,
+        past_key_values=None,
+        forerun_context=context,
+    )
+    return network.shared_post_norm(output) if network.use_shared_post_norm else output
 
 
 def layers_of(folder: Path) -> tuple[int, ...] | None:

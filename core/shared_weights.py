@@ -87,8 +87,7 @@ class SharedCheckpoint:
 
         def spread(module: nn.Module, inputs: Any, output: Any) -> Any:
             logits = output.logits  # [1, n, draft vocabulary]
-            wide = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-            output.logits = wide.index_copy_(-1, ids.to(logits.device), logits)
+            output.logits = spread_logits(logits, ids, vocab_size)
             return output
 
         network.register_forward_hook(spread)
@@ -119,6 +118,12 @@ def keep_head_rows(network: Any, token_ids: Tensor) -> None:
     if not isinstance(head, nn.Linear):
         raise ModelError(f"model: {type(network).__name__} has no head that could be narrowed")
     network.set_output_embeddings(head_rows(head.weight, head.bias, token_ids))
+
+
+def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """`[.., n]` logits of these ids as `[.., vocab_size]`, -inf elsewhere."""
+    wide = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return wide.index_copy_(-1, token_ids.to(logits.device), logits)
 
 
 def head_rows(weight: Tensor, bias: Tensor | None, token_ids: Tensor) -> nn.Linear:

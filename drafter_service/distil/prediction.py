@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from core.attention import AttentionOptions
 from core.errors import ModelError
 from core.loading import ATTENTION
-from core.prediction_layer import new_layer
+from core.prediction_layer import new_layer, run_layer
 from core.shared_weights import head_rows
 from drafter_service.distil.batches import Batch
 from drafter_service.distil.shapes import draft_columns
@@ -109,33 +109,12 @@ class PredictionStudent:
         if self.layer.fusion is not None:
             hidden = self.layer.fusion(hidden)
         for depth in range(1, num_depths + 1):
-            hidden = self._step(token_ids[:, depth : depth + length], hidden, depth, context)
+            ids = token_ids[:, depth : depth + length]
+            positions = torch.arange(length, device=self.device)[None] + depth
+            hidden = run_layer(self.layer.network, 0, ids, hidden, positions, context)
             which = (batch.ordinals >= depth).nonzero()[:, 0]
             places = batch.places[which] - depth - 1
             yield self._head(hidden[batch.rows[which], places]), which
-
-    def _step(
-        self, token_ids: Tensor, hidden: Tensor, depth: int, context: DraftsInParallel
-    ) -> Tensor:
-        network = self.layer.network
-        embeds = network.embed_tokens(token_ids)
-        positions = torch.arange(hidden.shape[1], device=self.device)[None] + depth
-        rotary: dict[str, Any] = {}
-        if network.has_per_layer_rope:
-            rotary["layer_type"] = network.config.layer_types[0]
-        embedded = None
-        if network.rotary_emb is not None:
-            embedded = network.rotary_emb(embeds, position_ids=positions, **rotary)
-        output: Tensor = network.layers[0](
-            embeds,
-            hidden,
-            position_embeddings=embedded,
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=None,
-            forerun_context=context,
-        )
-        return network.shared_post_norm(output) if network.use_shared_post_norm else output
 
 
 def _begin(layer: Any, main: Any, text: Any) -> None:
