@@ -22,7 +22,7 @@ from benchmarks import virtual
 from benchmarks.links import DelayedChannel, Link, Overhead, Processor
 from benchmarks.loads import Result, drive, engine_of, quiet, spec
 from benchmarks.setting import DraftCost, Setting, TargetCost
-from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target, staged
+from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target
 from benchmarks.synthetic_drafter import SyntheticDrafter
 from benchmarks.texts import Text
 from core.drafter import Drafter
@@ -65,18 +65,17 @@ def simulate(
 
     async def world() -> Result:
         processor = Processor(overhead)
-        with staged(setting.target.num_stages):
-            target = await serve_target(SyntheticTarget(setting, text))
-            specs = [_spec("target", target, setting.target_link, processor)]
-            for i in range(setting.num_drafters):
-                served = await serve_drafter(setting, drafter or SyntheticDrafter(setting, text))
-                link = setting.link.model_copy(update={"seed": i})
-                specs.append(_spec(f"drafter-{i}", served, link, processor))
-            engine = engine_of(setting, specs)
-            await engine.start()
-            results = [await drive(engine, setting, prompts) for _ in range(num_warm_ups + 1)]
-            await engine.stop()
-            return results[-1]
+        target = await serve_target(SyntheticTarget(setting, text))
+        specs = [_spec("target", target, setting.target_link, processor)]
+        for i in range(setting.num_drafters):
+            served = await serve_drafter(setting, drafter or SyntheticDrafter(setting, text))
+            link = setting.link.model_copy(update={"seed": i})
+            specs.append(_spec(f"drafter-{i}", served, link, processor))
+        engine = engine_of(setting, specs)
+        await engine.start()
+        results = [await drive(engine, setting, prompts) for _ in range(num_warm_ups + 1)]
+        await engine.stop()
+        return results[-1]
 
     with quiet():
         return virtual.run(world)

@@ -10,13 +10,9 @@ serves them and prints their addresses. `benchmarks.virtual` runs the same witho
 """
 
 import asyncio
-import contextlib
-import functools
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from dataclasses import dataclass
 from unittest import mock
 
 from benchmarks.setting import Setting
@@ -40,6 +36,18 @@ from drafter_service.server import serve
 from verifier_service import server as verifier_server
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A batch that leaves the last device at `end_s`."""
+
+    result: VerifyResult
+    end_s: float
+
+    def wait(self) -> None:
+        """Until then."""
+        pause(self.end_s - time.perf_counter())
+
+
 class SyntheticTarget:
     """Stands in for a `VerifierEngine`: the same checks of positions, verdicts by the text."""
 
@@ -47,8 +55,6 @@ class SyntheticTarget:
         self._cost, self._text = setting.target, text or Text()
         self._streams: dict[int, dict[int, list[int]]] = {}  # sequence -> [seed, length]
         self._free_at = [0.0] * self._cost.num_stages
-        self._lock = threading.Lock()
-        self.busy_s = 0.0
         self.info = VerifierInfo(
             identity=IDENTITY,
             max_length=1 << 20,
@@ -58,6 +64,7 @@ class SyntheticTarget:
             default_sampling=SamplingParams(),
             instance_id="synthetic",
             tokenizer_size=VOCAB_SIZE,
+            num_stages=self._cost.num_stages,
         )
 
     @property
@@ -69,33 +76,34 @@ class SyntheticTarget:
         """Forget everything of a stream."""
         self._streams.pop(stream, None)
 
-    def verify(self, stream: int, batch: VerifyBatch) -> VerifyResult:
-        """One forward for all rows."""
-        with self._lock:
-            sequences = self._streams.setdefault(stream, {})
-            for sequence in batch.closes:
-                sequences.pop(sequence, None)
-            for each in batch.opens:
-                sequences[each.sequence] = [each.sampling.seed, 0]
-            verdicts = tuple(self._verdict(sequences.get(row.sequence), row) for row in batch.rows)
-            seconds = 0.0
-            if batch.rows:
-                num_tokens = sum(row.num_tokens for row in batch.rows)
-                sizes = [len(row.new_token_ids) for row in batch.rows]
-                num_prefill = sum(size for size in sizes if size > 1)
-                seconds = self._cost.seconds(len(batch.rows), num_tokens, num_prefill)
-            wait_s = self._pass_stages(seconds)
-        pause(wait_s)
-        timings = VerifyTimings(0, round(seconds * 1e9), 0, int(seconds > 0))
-        return VerifyResult(batch.batch, verdicts, (), timings)
+    def submit(self, stream: int, batch: VerifyBatch) -> _Submitted:
+        """One forward for all rows, behind those that were submitted before."""
+        sequences = self._streams.setdefault(stream, {})
+        for sequence in batch.closes:
+            sequences.pop(sequence, None)
+        for each in batch.opens:
+            sequences[each.sequence] = [each.sampling.seed, 0]
+        verdicts = tuple(self._verdict(sequences.get(row.sequence), row) for row in batch.rows)
+        now = end_s = time.perf_counter()
+        if batch.rows:
+            num_tokens = sum(row.num_tokens for row in batch.rows)
+            sizes = [len(row.new_token_ids) for row in batch.rows]
+            num_prefill = sum(size for size in sizes if size > 1)
+            seconds = self._cost.seconds(len(batch.rows), num_tokens, num_prefill)
+            end_s = self._pass_stages(now, seconds)
+        timings = VerifyTimings(0, round((end_s - now) * 1e9), 0, int(end_s > now))
+        return _Submitted(VerifyResult(batch.batch, verdicts, (), timings), end_s)
 
-    def _pass_stages(self, seconds: float) -> float:
-        """Seconds until a batch that begins now leaves the last device."""
-        now = done = time.perf_counter()
+    def complete(self, submitted: _Submitted) -> VerifyResult:
+        """What came of it, once it is through."""
+        submitted.wait()
+        return submitted.result
+
+    def _pass_stages(self, now: float, seconds: float) -> float:
+        """When a batch that begins now leaves the last device."""
         for stage, free_at in enumerate(self._free_at):
-            done = self._free_at[stage] = max(done, free_at) + seconds / len(self._free_at)
-        self.busy_s += seconds / len(self._free_at)
-        return done - now
+            now = self._free_at[stage] = max(now, free_at) + seconds / len(self._free_at)
+        return now
 
     def _verdict(self, state: list[int] | None, row: VerifyRow) -> Verdict:
         start = row.position + len(row.new_token_ids)
@@ -117,21 +125,6 @@ class SyntheticTarget:
 # ---------------------------------------------------------------- services
 
 
-@contextlib.contextmanager
-def staged(num_stages: int) -> Iterator[None]:
-    """Let verifiers run so many batches at once, and have one more wait. (A real one has a thread
-    for its first device only; the devices behind it work on their own.)"""
-
-    real: Callable[..., Executor] = vars(verifier_server)["ThreadPoolExecutor"]
-
-    def threads(_: int, **options: str) -> Executor:
-        return real(num_stages, **options)
-
-    replace = functools.partial(mock.patch.object, verifier_server)
-    with replace("ThreadPoolExecutor", threads), replace("_MAX_UNDER_WAY", num_stages + 1):
-        yield
-
-
 async def serve_target(target: SyntheticTarget) -> RunningServer:
     """Serve a target on a free loopback port."""
     with mock.patch.object(verifier_server, "_load", lambda *_: target):
@@ -145,14 +138,13 @@ async def serve_drafter(setting: Setting, drafter: Drafter) -> RunningServer:
 
 
 async def _serve(role: str, setting: Setting) -> None:
-    with staged(setting.target.num_stages):
-        if role == "target":
-            servers = [await serve_target(SyntheticTarget(setting))]
-        else:
-            drafters = [SyntheticDrafter(setting) for _ in range(setting.num_drafters)]
-            servers = [await serve_drafter(setting, drafter) for drafter in drafters]
-        print(*(server.address for server in servers), flush=True)
-        await servers[0].wait()
+    if role == "target":
+        servers = [await serve_target(SyntheticTarget(setting))]
+    else:
+        drafters = [SyntheticDrafter(setting) for _ in range(setting.num_drafters)]
+        servers = [await serve_drafter(setting, drafter) for drafter in drafters]
+    print(*(server.address for server in servers), flush=True)
+    await servers[0].wait()
 
 
 def main() -> None:

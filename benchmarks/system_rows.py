@@ -22,7 +22,7 @@ from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.texts import Luck
 
 _LENGTH = 4  # as a pool has by default
-_BASE = Setting(
+BASE = Setting(
     target=TargetCost(base_s=0.03, token_s=0.0001),
     draft=DraftCost(step_s=0.0035, row_s=0.000002),
     guess_hits=(0.25, 0.39, 0.49, 0.55, 0.62, 0.64, 0.65, 0.68),
@@ -95,7 +95,7 @@ class _Point:
 
 def _setting(bench: Bench, acceptance: float, round_trip_s: float, rule: str) -> Setting:
     """Of a run of about `_RUN_S` seconds."""
-    speed = 0.75 * expected_tokens(acceptance, _LENGTH) / _BASE.target.seconds(1, _LENGTH + 1)
+    speed = 0.75 * expected_tokens(acceptance, _LENGTH) / BASE.target.seconds(1, _LENGTH + 1)
     tokens = round(speed * _RUN_S) if bench.scale.num_runs > 1 else 8
     changes = {
         "acceptance": (acceptance,),
@@ -103,7 +103,7 @@ def _setting(bench: Bench, acceptance: float, round_trip_s: float, rule: str) ->
         "link": Link(one_way_s=round_trip_s / 2),
         "num_new_tokens": tokens,
     }
-    return _BASE.model_copy(update=changes)
+    return BASE.model_copy(update=changes)
 
 
 async def _run(services: Services, setting: Setting, seed: int) -> Result:

@@ -16,6 +16,7 @@ from torch import Tensor
 from core.grouping import KEY_BLOCK, MAX_GROUPED_TOKENS, Group, make_groups
 from core.grouping import Segment as Segment
 from core.kv_cache import LayerSpec, SlotCache
+from core.stages import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class RaggedContext:
     def _row_index(self, layer: int, device: torch.device) -> Tensor:
         num_heads = self._cache.layers[layer].num_heads
         if (num_heads, device) not in self._rows:
-            slots, indices = self._tokens.to(device)
+            slots, indices = to_device(self._tokens, device)
             self._rows[num_heads, device] = self._cache.row_index(slots, indices, num_heads)
         return self._rows[num_heads, device]
 

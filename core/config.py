@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from core.errors import ConfigError
 
+#: Kinds of drafters that never draft ahead of a verdict.
+NEVER_AHEAD = frozenset({"cross_tokenizer", "hybrid", "mtp_assistant", "mtp_layers", "ngram"})
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,8 +96,9 @@ class OrchestratorConfig(_Section):
     port: int = Field(50051, ge=0, le=65535)
     metrics_port: int | None = Field(None, ge=0, le=65535)
     max_queue: int = Field(128, ge=0)
-    max_in_flight: int = Field(1, ge=1, le=8)
+    max_in_flight: int = Field(0, ge=0, le=8)
     max_prefill_tokens: int = Field(256, ge=16)
+    max_prefill_slowdown: float = Field(2.5, gt=1.0)
     adaptive_draft_length: bool = True
     draft_wait_ms: float = Field(250.0, ge=0)
     verify_timeout_s: float = Field(60.0, gt=0)
@@ -171,6 +175,11 @@ class Config(_Section):
                 raise ValueError(
                     f"drafter_pools.{pool.name}.min_replicas: an attached pool has one drafter per"
                     " verifier"
+                )
+            if pool.max_branches and (pool.attached or pool.kind in NEVER_AHEAD):
+                who = "an attached pool" if pool.attached else f"kind {pool.kind!r}"
+                raise ValueError(
+                    f"drafter_pools.{pool.name}.max_branches: {who} cannot draft ahead; must be 0"
                 )
             if not (pool.min_replicas or 0) <= pool.replicas <= pool.max_replicas:
                 raise ValueError(

@@ -96,12 +96,17 @@ class DraftCommands:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The draft for one outcome: `accepted` draft tokens, then the target's `token`."""
+    """The draft for one outcome: `accepted` draft tokens, then the target's `token`.
+
+    is_copy: a lookup made it, in a kind that has one beside a model: it is right as often as copies
+    are, and not as often as the model is.
+    """
 
     accepted: int
     token: int
     draft_token_ids: tuple[int, ...]
     draft_distributions: tuple[SparseDistribution, ...] = ()
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

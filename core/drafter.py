@@ -48,6 +48,7 @@ class DraftJob:
     features: for drafters with `needs`, what the target computed of the committed tokens that
         the drafter was told nothing of yet; see `TargetFeatures`.
     num_guesses: for drafters that draft ahead, how many other tokens to remember at each position.
+    num_copy_tokens: the most tokens wanted where a lookup finds them, if that is more.
     """
 
     sequence: int
@@ -57,21 +58,29 @@ class DraftJob:
     num_unchanged: int = 0
     features: TargetFeatures | None = None
     num_guesses: int = 0
+    num_copy_tokens: int = 0
+
+    @property
+    def num_lookup_tokens(self) -> int:
+        """The most tokens wanted of a lookup."""
+        return max(self.num_draft_tokens, self.num_copy_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Proposed tokens, and what each was sampled from: a distribution per token.
 
-    Without distributions the draft counts as deterministic: all mass on its tokens.
+    Without distributions the draft counts as deterministic: all mass on its tokens. `is_copy` as a
+    Branch's.
     """
 
     token_ids: tuple[int, ...] = ()
     distributions: tuple[SparseDistribution, ...] = ()
+    is_copy: bool = False
 
     def cut(self, length: int) -> "Draft":
         """Its first `length` tokens."""
-        return Draft(self.token_ids[:length], self.distributions[:length])
+        return Draft(self.token_ids[:length], self.distributions[:length], self.is_copy)
 
 
 @dataclass(frozen=True, slots=True)

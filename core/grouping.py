@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.stages import to_device
 from core.tree import Node
 
 #: Rows of at most this many tokens share a group; longer ones fill a kernel by themselves.
 MAX_GROUPED_TOKENS = 32
 #: Keys read in vain that cost as much as one more group (measured: ~60 us per layer on a CPU).
 GROUP_COST_TOKENS = 1024
+#: What a key costs more with each further query (measured: ~13 ns beside ~60 of the first).
+QUERY_COST = 0.22
 #: What makes oneDNN add up a token's keys in one order, whatever the batch: as many keys as a
 #: multiple of KEY_STEP, hidden ones among them; the first at a multiple of WINDOW_STEP; weights and
 #: values multiplied in blocks that begin at multiples of KEY_BLOCK. See docs/engine.md.
@@ -77,20 +80,32 @@ class Segment:
 def group_segments(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Split segments, sorted by (is_long, slot), into groups that are cheapest to attend.
 
-    A group costs its slots times its longest row, gaps included, and GROUP_COST_TOKENS.
+    A group costs its slots, gaps included, times the keys of its longest row, more of them with
+    more queries, and GROUP_COST_TOKENS.
     """
-
-    def cost(group: Sequence[Segment]) -> int:
-        return (group[-1].slot - group[0].slot + 1) * max(segment.stop for segment in group)
-
-    groups: list[list[Segment]] = []
-    for segment in segments:
-        last = groups[-1] if groups else []
-        alone = not last or segment.is_long or last[-1].is_long
-        if alone or cost([*last, segment]) > cost(last) + cost([segment]) + GROUP_COST_TOKENS:
-            groups.append([segment])
-        else:
-            last.append(segment)
+    num_short = sum(not segment.is_long for segment in segments)
+    best = [0.0]  # the cost of the segments before the i-th
+    begins = [0]  # where the last group of these begins
+    for end in range(1, num_short + 1):
+        last_slot, num_keys, num_queries = segments[end - 1].slot, 0, 0
+        cost, begin = float("inf"), end - 1
+        for i in range(end - 1, -1, -1):
+            segment = segments[i]
+            num_keys = max(num_keys, segment.stop)
+            num_queries = max(num_queries, segment.count)
+            num_slots = last_slot - segment.slot + 1
+            group = GROUP_COST_TOKENS + num_slots * num_keys * (1 + QUERY_COST * (num_queries - 1))
+            if group >= cost:  # it only grows from here
+                break
+            if best[i] + group < cost:
+                cost, begin = best[i] + group, i
+        best.append(cost)
+        begins.append(begin)
+    groups = [[segment] for segment in segments[num_short:]]
+    while num_short:
+        begin = begins[num_short]
+        groups.insert(0, list(segments[begin:num_short]))
+        num_short = begin
     return groups
 
 
@@ -147,7 +162,7 @@ class Group:
         """`[n * q]` token of each padded query, `[T]` padded query of each token."""
         if device not in self._index:
             first, second = self._index[torch.device("cpu")]
-            self._index[device] = (first.to(device), second.to(device))
+            self._index[device] = (to_device(first, device), to_device(second, device))
         return self._index[device]
 
     def keys(self, window: int | None) -> slice:
@@ -160,12 +175,12 @@ class Group:
     def mask(self, window: int | None, device: torch.device) -> Tensor:
         """Additive fp32 mask `[n, 1, 1, q, L]`, made once per forward for all equal layers."""
         if (window, device) not in self._masks:
-            indices = self.indices.to(device)[:, :, None]
+            indices = to_device(self.indices, device)[:, :, None]
             span = self.keys(window)
             keys = torch.arange(span.start, span.stop, device=device)
             hidden = keys > indices
             if window is not None:
-                hidden |= keys <= self.positions.to(device)[:, :, None] - window
+                hidden |= keys <= to_device(self.positions, device)[:, :, None] - window
             if self.is_tree:
                 self._show_paths(hidden, window, span.start)
             mask = torch.zeros(hidden.shape, device=device)
@@ -174,7 +189,7 @@ class Group:
 
     def _show_paths(self, hidden: Tensor, window: int | None, first_key: int) -> None:
         """Let the nodes see what they stand behind, in `[n, q, L]` from `first_key` on."""
-        lanes, queries, keys, far = self.paths.to(hidden.device)
+        lanes, queries, keys, far = to_device(self.paths, hidden.device)
         seen = far < (self.num_keys if window is None else window)
         hidden[lanes[seen], queries[seen], keys[seen] - first_key] = False
 

@@ -66,6 +66,7 @@ def load_network(config: ModelConfig, num_layers: int = 0) -> Any:
     hook = getattr(model, "_hf_hook", None)
     if hook is not None:  # the head may be on another device than the inputs
         hook.skip_keys = [*_as_list(hook.skip_keys), "logits_to_keep"]
+        hook.io_same_device = False  # a copy to the first device would make it wait for the last
     return model
 
 

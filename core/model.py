@@ -24,6 +24,7 @@ from core.huge_pages import MIN_MAPPING_BYTES, move_to_huge_pages
 from core.kv_cache import SlotCache
 from core.loading import ATTENTION, load_network, load_tokenizer
 from core.packing import pack_linears, watch_inputs
+from core.stages import Relay, count_stages, to_device, watch_output
 from core.types import ModelIdentity
 
 #: Keywords that attention gets and may ignore: dropout is off, the rest does not change scores.
@@ -87,6 +88,7 @@ class RaggedModel:
         cache: the slots.
         network: the transformers model. device: where its inputs go. num_layers: its layers.
         spans: where the tokens of the last forward lie, by sequence.
+        num_stages: devices that can work on one forward each, side by side.
     """
 
     def __init__(self, config: ModelConfig, model: Any) -> None:
@@ -95,19 +97,27 @@ class RaggedModel:
         self.network = model
         self.device = _input_device(model)
         self.spans: dict[int, Span] = {}
+        self._hidden_device = torch.device("cpu")
+        self._relay: Relay | None = None
         self.max_length = min(config.max_length, model_facts.max_length(text))
         self.max_sequences = config.max_sequences
         self.num_layers: int = text.num_hidden_layers
         self.max_batch_tokens = config.max_batch_tokens
         probe = ProbeContext()
         try:
-            with torch.inference_mode(), watch_inputs(model) as groups:
-                self.vocab_size = self._run([0, 0], [0, 1], [1], probe).shape[1]
+            with (
+                torch.inference_mode(),
+                watch_inputs(model) as groups,
+                watch_output(model.get_decoder()) as outputs,
+            ):
+                logits = self._run([0, 0], [0, 1], [1], probe)
         except ModelError:
             raise
         except Exception as error:  # the boundary to the library's model code
             raise ModelError(f"model: {text.model_type} does not run: {error}") from error
+        self.vocab_size = logits.shape[1]
         model_facts.check_layers(model, text, probe.options, probe.num_calls)
+        self._spread([layer.device for layer in probe.layers], [*outputs, logits.device])
         packed_bytes = pack_linears(model, groups) if config.pack_weights else 0
         self.cache = SlotCache(probe.layers, config.max_sequences, self.max_length)
         self._limits = BatchLimits(config.max_batch_tokens, self.max_length, self.vocab_size)
@@ -122,6 +132,15 @@ class RaggedModel:
             self._rehearse()
         if packed_bytes >= MIN_MAPPING_BYTES:  # smaller ones gain nothing
             move_to_huge_pages()
+
+    def _spread(self, layers: list[torch.device], ends: list[torch.device]) -> None:
+        """Know the devices that a forward passes: of the embedding, the layers, and the ends."""
+        self._hidden_device = ends[0]
+        modules = getattr(self.network.get_decoder(), "layers", ())
+        can_relay = len(modules) == len(layers)
+        self.num_stages = count_stages([self.device, *layers, *ends]) if can_relay else 1
+        if self.num_stages > 1:
+            self._relay = Relay(modules, layers)
 
     @classmethod
     def load(cls, config: ModelConfig, num_layers: int = 0) -> Self:
@@ -214,15 +233,17 @@ class RaggedModel:
         keep: list[int],
         context: RaggedContext | ProbeContext | None,
     ) -> Tensor:
-        inputs = torch.tensor([token_ids, positions]).to(self.device)
-        # The index stays on the CPU, which serves a head on any device. Heads need one row.
+        inputs = to_device(torch.tensor([token_ids, positions]), self.device)
+        index = to_device(torch.tensor(keep or [0]), self._hidden_device)  # heads need one row
         logits = self.network(
             input_ids=inputs[:1],
             position_ids=inputs[1:],
             use_cache=False,
-            logits_to_keep=torch.tensor(keep or [0]),
+            logits_to_keep=index,
             **({} if context is None else {"forerun_context": context}),
         ).logits
+        if self._relay is not None:
+            self._relay.forget()
         kept: Tensor = logits[0, : len(keep)].float()
         return kept
 

@@ -61,7 +61,11 @@ class AttachedInfo:
 
 @dataclass(frozen=True, slots=True)
 class VerifierInfo:
-    """A verifier's limits and its model's defaults, from the handshake."""
+    """A verifier's limits and its model's defaults, from the handshake.
+
+    num_stages: micro-batches that its devices can work on side by side, one per device; 0 where
+    a verifier of an earlier build does not tell.
+    """
 
     identity: ModelIdentity
     max_length: int
@@ -72,6 +76,7 @@ class VerifierInfo:
     instance_id: str
     tokenizer_size: int
     attached: tuple[AttachedInfo, ...] = ()
+    num_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,8 @@ class VerifyRow:
     A `partial` row is a chunk of a prompt that is not its last: cached, nothing is drawn.
     draft_distributions: what each draft token was sampled from, for rules that need it; empty
     stands for a deterministic draft (all mass on the token).
-    next_draft_tokens: how many tokens the attached drafter is to draft behind the outcome.
+    next_draft_tokens: how many tokens the attached drafter is to draft behind the outcome;
+    next_copy_tokens: how many where a lookup finds them, for kinds that have one beside a model.
     """
 
     sequence: int
@@ -112,6 +118,7 @@ class VerifyRow:
     partial: bool = False
     draft_distributions: tuple[SparseDistribution, ...] = ()
     next_draft_tokens: int = 0
+    next_copy_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +145,7 @@ class Verdict:
     ids, or none for a partial row or a status other than OK. `logprobs` has one entry per id when
     the open asked for them; `prompt_logprobs` one per new token behind the sequence's first;
     `features` one row per token the row committed to the cache. The `next_draft_` fields hold what
-    the attached drafter proposes behind `token_ids`.
+    the attached drafter proposes behind `token_ids`; `next_draft_is_copy` as a Branch's `is_copy`.
     """
 
     sequence: int
@@ -153,6 +160,7 @@ class Verdict:
     features: Features | None = None
     next_draft_token_ids: tuple[int, ...] = ()
     next_draft_distributions: tuple[SparseDistribution, ...] = ()
+    next_draft_is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +200,7 @@ class DrafterInfo:
     """What a drafter is and can hold, from the handshake. 0 means unlimited.
 
     needs: what the target must tell of each committed token beside its id, in this order.
+    can_draft_ahead: whether it drafts for the outcomes of a block that is at the target.
     """
 
     kind: str
@@ -202,3 +211,4 @@ class DrafterInfo:
     instance_id: str
     has_distributions: bool = False
     needs: tuple[str, ...] = ()
+    can_draft_ahead: bool = False

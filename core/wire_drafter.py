@@ -57,6 +57,7 @@ def drafter_info_to_proto(info: DrafterInfo) -> drafter_pb2.DescribeDrafterRespo
         instance_id=info.instance_id,
         has_distributions=info.has_distributions,
         needs=info.needs,
+        can_draft_ahead=info.can_draft_ahead,
     )
 
 
@@ -72,6 +73,7 @@ def drafter_info_from_proto(message: drafter_pb2.DescribeDrafterResponse) -> Dra
         instance_id=message.instance_id,
         has_distributions=message.has_distributions,
         needs=tuple(message.needs),
+        can_draft_ahead=message.can_draft_ahead,
     )
 
 
@@ -194,6 +196,7 @@ def draft_plans_to_proto(plans: DraftPlans) -> drafter_pb2.SessionResponse:
                         token=branch.token,
                         draft_token_ids=branch.draft_token_ids,
                         draft_distributions=distributions_to_proto(branch.draft_distributions),
+                        is_copy=branch.is_copy,
                     )
                     for branch in plan.branches
                 ],
@@ -241,6 +244,7 @@ def _plan_from_proto(message: drafter_pb2.Plan) -> Plan:
             branch.token,
             tuple(branch.draft_token_ids),
             distributions_from_proto(branch.draft_distributions),
+            branch.is_copy,
         )
         for branch in message.branches
     ]

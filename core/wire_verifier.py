@@ -67,6 +67,7 @@ def verifier_info_to_proto(info: VerifierInfo) -> verifier_pb2.DescribeVerifierR
             )
             for drafter in info.attached
         ],
+        num_stages=info.num_stages,
     )
 
 
@@ -86,6 +87,7 @@ def verifier_info_from_proto(message: verifier_pb2.DescribeVerifierResponse) -> 
             AttachedInfo(a.pool, a.kind, a.max_draft_tokens, a.has_distributions)
             for a in message.attached
         ),
+        num_stages=message.num_stages,
     )
 
 
@@ -115,6 +117,7 @@ def verify_batch_to_proto(batch: VerifyBatch) -> verifier_pb2.VerifyRequest:
                 partial=row.partial,
                 draft_distributions=distributions_to_proto(row.draft_distributions),
                 next_draft_tokens=row.next_draft_tokens,
+                next_copy_tokens=row.next_copy_tokens,
             )
             for row in batch.rows
         ],
@@ -154,6 +157,7 @@ def _verify_row_from_proto(message: verifier_pb2.VerifyRow) -> VerifyRow:
         message.partial,
         distributions_from_proto(message.draft_distributions),
         message.next_draft_tokens,
+        message.next_copy_tokens,
     )
 
 
@@ -196,6 +200,7 @@ def verify_result_to_proto(result: VerifyResult) -> verifier_pb2.VerifyResponse:
                 features=features_to_proto(verdict.features),
                 next_draft_token_ids=verdict.next_draft_token_ids,
                 next_draft_distributions=distributions_to_proto(verdict.next_draft_distributions),
+                next_draft_is_copy=verdict.next_draft_is_copy,
             )
             for verdict in result.verdicts
         ],
@@ -244,6 +249,7 @@ def verify_result_from_proto(message: verifier_pb2.VerifyResponse) -> VerifyResu
                     next_draft_distributions=distributions_from_proto(
                         verdict.next_draft_distributions
                     ),
+                    next_draft_is_copy=verdict.next_draft_is_copy,
                 )
                 for verdict in message.verdicts
             ]

@@ -41,12 +41,13 @@ class DrafterEngine:
     ) -> None:
         """`clock` tells seconds: branches are as many as there was time for."""
         self._drafter = drafter
+        self.can_draft_ahead = drafter.can_draft_ahead and not drafter.needs
         limits = Limits(
             max_draft_tokens=max_draft_tokens,
             max_length=drafter.max_length,
             max_sequences=drafter.max_sequences,
             vocab_size=drafter.identity.vocab_size,
-            can_draft_ahead=drafter.can_draft_ahead and not drafter.needs,
+            can_draft_ahead=self.can_draft_ahead,
         )
         self._ahead = AheadWork(drafter, clock)
         self._table = SequenceTable(limits, self._forget, self._ahead.decide)

@@ -175,7 +175,10 @@ def _change(stream: int, request: drafter_pb2.SessionRequest) -> _Change:
         commands = wire.draft_commands_from_proto(request)
     except InvalidRequestError:
         good = drafter_pb2.SessionRequest(
-            commits=request.commits, closes=request.closes, features=request.features
+            commits=request.commits,
+            closes=request.closes,
+            features=request.features,
+            sents=request.sents,  # as commits: those of a refused sequence change nothing
         )
         for open_ in request.opens:
             try:
@@ -214,6 +217,7 @@ async def serve(
     tracer: Tracer | None = None,
 ) -> RunningServer:
     """Serve a drafter that is already there; of `pool`, name, addresses and draft length count."""
+    engine = DrafterEngine(drafter, pool.max_draft_tokens)
     info = DrafterInfo(
         kind=drafter.kind,
         identity=drafter.identity,
@@ -223,11 +227,12 @@ async def serve(
         instance_id=secrets.token_hex(8),
         has_distributions=drafter.has_distributions,
         needs=drafter.needs,
+        can_draft_ahead=engine.can_draft_ahead,
     )
     thread = None if drafter.runs_inline else ThreadPoolExecutor(1, thread_name_prefix="drafter")
     registry = registry or CollectorRegistry()
     metrics = DrafterMetrics(registry, pool.name)
-    worker = Worker(DrafterEngine(drafter, pool.max_draft_tokens), thread, metrics)
+    worker = Worker(engine, thread, metrics)
     task = asyncio.create_task(worker.run(), name="drafter-worker")
     resources = contextlib.ExitStack()
 

@@ -70,8 +70,8 @@ def served(config: str, http_port: int, console: Console) -> Iterator[tuple[str,
     # A session of its own: Ctrl-C is for this process, which then ends that one in order.
     command += ["--port", "0", "--http", str(http_port)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert server.stdout is not None
     try:
-        assert server.stdout is not None
         page = ""
         for line in server.stdout:
             if line.startswith(PAGE):
@@ -89,6 +89,7 @@ def served(config: str, http_port: int, console: Console) -> Iterator[tuple[str,
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+        server.stdout.close()
 
 
 def answer(

@@ -5,7 +5,7 @@ Pure policy; reads a sequence's state at the moment its row is formed, changes i
 
 from typing import TYPE_CHECKING
 
-from core.types import Branch
+from core.types import Branch, Rule, VerifyRow
 
 if TYPE_CHECKING:
     from orchestrator.pipeline import Sequence
@@ -31,6 +31,19 @@ def count_step(sequence: "Sequence", draft: tuple[int, ...], branch: Branch | No
         stats.fallback_steps[_fallback_cause(sequence, branch)] += 1
 
 
+def count_verdict(sequence: "Sequence", row: VerifyRow, num_committed: int, delivered: int) -> None:
+    """Count what a row's verdict committed; `delivered` of these tokens were drafted."""
+    stats = sequence.stats
+    if sequence.request.sampling.rule is Rule.ENSEMBLE:
+        num_alone = max(0, num_committed - len(row.draft_distributions))
+        stats.num_tokens_without_distributions += num_alone
+    if row.draft_token_ids:
+        histogram = stats.acceptance_histogram
+        histogram.extend([0] * (delivered + 1 - len(histogram)))
+        histogram[delivered] += 1
+        stats.num_accepted_draft_tokens += delivered
+
+
 def _fallback_cause(sequence: "Sequence", branch: Branch | None) -> str:
     """Why a step has no draft."""
     if sequence.is_prompt_pending:
@@ -41,6 +54,6 @@ def _fallback_cause(sequence: "Sequence", branch: Branch | None) -> str:
         return sequence.absence
     if branch is not None:
         return "not_worth_it" if branch.draft_token_ids else "no_guess"
-    if sequence.num_wanted:
-        return "late"
+    if sequence.num_wanted:  # patience that ends is followed by impatient rounds
+        return "late" if sequence.impatient_rounds else "not_waited_for"
     return "not_worth_it" if sequence.num_worthwhile == 0 else "last_token"

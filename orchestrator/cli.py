@@ -51,6 +51,13 @@ def serve(
     address: Annotated[
         str, typer.Option(help="Join this Ray cluster (host:port) instead of the config's.")
     ] = "",
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Own all that runs in the Ray namespace: replace what has another config.",
+        ),
+    ] = False,
     port: _PortOption = None,
     http: Annotated[
         int | None,
@@ -67,7 +74,7 @@ def serve(
     if http is not None:
         given = {"enabled": True, "port": http, "page": True}
         settings = settings.model_copy(update={"http": settings.http.model_copy(update=given)})
-    run_cluster(settings)
+    run_cluster(settings, take_over)
 
 
 @app.command()

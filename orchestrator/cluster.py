@@ -55,23 +55,28 @@ class _Actor:
 class RayCluster:
     """The actors of one config. Use as `with RayCluster.start(config) as cluster`."""
 
-    def __init__(self, config: Config, report: Report) -> None:
+    def __init__(self, config: Config, report: Report, takes_over: bool = False) -> None:
         self._config = config
         self._report = report
+        self._takes_over = takes_over
         self._local: LocalRay | None = None
         self._has_joined = False
         self._actors: list[_Actor] = []
         self._next_index: dict[str, int] = {}
 
     @classmethod
-    def start(cls, config: Config, report: Report = lambda line: None) -> "RayCluster":
+    def start(
+        cls, config: Config, report: Report = lambda line: None, takes_over: bool = False
+    ) -> "RayCluster":
         """Bring up everything and wait until every service serves.
 
         `report` is told each step. A process that has joined a Ray already keeps using that one.
+        takes_over: actors that were found end with this one; those that have another config or do
+        not answer are started anew, and those that the config does not ask for are ended.
         Raises ConfigError (a service refused its config, or an actor of that name has another),
         ModelError (a service cannot start), UnavailableError (no Ray, or no room for an actor).
         """
-        cluster = cls(config, report)
+        cluster = cls(config, report, takes_over)
         try:
             cluster._connect()
             cluster._create_actors()
@@ -149,23 +154,28 @@ class RayCluster:
 
     def _create_actors(self) -> None:
         config = self._config
-        for index in range(config.verifier.replicas):
-            self._create_actor(f"verifier-{index}", "", config.verifier.placement)
         running = {
             each["name"]
             for each in ray.util.list_named_actors(all_namespaces=True)
             if each["namespace"] == config.ray.namespace
         }
+        placement = config.verifier.placement
+        wanted = [(f"verifier-{i}", "", placement) for i in range(config.verifier.replicas)]
         for pool in config.remote_pools:
             indices = _indices(pool, running)
             self._next_index[pool.name] = max(indices, default=-1) + 1
-            for index in indices:
-                self._create_actor(f"drafter-{pool.name}-{index}", pool.name, pool.placement)
+            wanted += [(f"drafter-{pool.name}-{i}", pool.name, pool.placement) for i in indices]
+        if self._takes_over:  # first: what is started needs the room of what nobody asks for
+            for name in sorted(running - {name for name, _, _ in wanted}):
+                if name.startswith(("verifier-", "drafter-")):
+                    self._end_found(name, "no longer in the config")
+        for name, pool_name, placement in wanted:
+            self._create_actor(name, pool_name, placement)
 
     def _create_actor(self, name: str, pool: str, placement: PlacementConfig) -> None:
         handle = self._find_actor(name, pool)
-        is_ours = handle is None
-        if is_ours:
+        is_ours = handle is None or self._takes_over
+        if handle is None:
             actor_class = ray.remote(ServiceActor)
             handle = actor_class.options(
                 name=name,
@@ -185,14 +195,27 @@ class RayCluster:
         try:
             running = ray.get(handle.describe.remote(), timeout=_LOOKUP_S)
         except ray.exceptions.RayError as error:
+            if self._takes_over:
+                return self._end_found(name, "does not answer")
             raise UnavailableError(f"{name} exists but does not answer: {error}") from error
         if running != ServiceActor.description(self._config, pool):
+            if self._takes_over:
+                return self._end_found(name, "has another config or version")
             raise ConfigError(
                 f"ray.namespace: {name} already runs in {self._config.ray.namespace!r} with another"
-                f" config or version (this is {__version__}); end it or use another namespace"
+                f" config or version (this is {__version__}); --take-over ends and replaces it,"
+                " another namespace leaves it alone"
             )
         self._report(f"{name}: found running")
         return handle
+
+    def _end_found(self, name: str, why: str) -> None:
+        """End an actor that another orchestrator started; returns when its name is free."""
+        self._report(f"{name}: {why}; ending it")
+        with contextlib.suppress(ValueError):  # it is gone
+            while True:
+                ray.kill(ray.get_actor(name, self._config.ray.namespace), no_restart=True)
+                time.sleep(_POLL_S / 10)
 
     def _wait_until_placed(self) -> None:
         waiting = {actor.handle.__ray_ready__.remote(): actor for actor in self._actors}

@@ -1,14 +1,18 @@
 """How much of each draft to verify: the lengths with the most expected tokens per second.
 
 Pure policy: knows nothing of clocks or sockets. A draft token costs verify time and pays with the
-chance that it is accepted. The cost is learned from measured verify times by batch size, the chance
-from each sequence's own history, and lengths (0 included) are chosen for a whole micro-batch at
-once. They depend on history only, never on what the draft says.
+chance that it is accepted. The cost is learned from measured times (orchestrator/costs.py), the
+chance from each sequence's own history, and lengths (0 included) are chosen for a whole micro-batch
+at once. They depend on history only, never on what the draft says.
 
     goodput(m) = (rows + the m largest chances) / seconds(tokens + m)       take the best m
+
+A drafter beside the target drafts on the target's time: what it is asked for costs that, too.
 """
 
 from collections.abc import Sequence as Rows
+
+from orchestrator.costs import RoundCosts
 
 #: No draft is longer; what a sequence may ask for before the controller knows better.
 MAX_DRAFT_TOKENS = 64
@@ -52,7 +56,7 @@ class Acceptance:
     _HOPE = 0.6
 
     def __init__(self, pool: "Acceptance | None" = None) -> None:
-        self._pool, self._forgetting = pool, 0.01
+        self._pool, self._forgetting, self.is_known = pool, 0.01, False
         self.first: Rate = Rate(pool.first if pool else self._HOPE, 2, 0.93)
         self.further: Rate = Rate(pool.further if pool else self._HOPE, 2, 0.93)
 
@@ -73,6 +77,7 @@ class Acceptance:
             self.first.forget(self._forgetting)
             self.further.forget(self._forgetting)
             return
+        self.is_known = True
         self.first.observe(accepted > 0)
         for _ in range(accepted - 1):
             self.further.observe(True)
@@ -88,36 +93,30 @@ class Acceptance:
         return 1 + sum(self.chance(j) for j in range(1, length + 1))
 
 
-class VerifyCost:
-    """Seconds a forward takes, by its number of tokens: a line through what was measured lately.
+class Histories:
+    """Acceptance of a sequence's (or a pool's) drafts by what makes them: the pool's model, or the
+    lookup of a kind that has one beside it."""
 
-    Old measurements fade, and so does the slope when all batches are of one size: a draft is
-    thought free until it is seen to cost. A hiccup of the machine counts as a slow batch at most.
-    """
+    def __init__(self, pool: "Histories | None" = None) -> None:
+        self.model: Acceptance = Acceptance(pool.model if pool else None)
+        self.copies: Acceptance = Acceptance(pool.copies if pool else None)
 
-    _KEEP, _MAX_SURPRISE, _RIDGE = 0.98, 2.0, 0.1
+    @classmethod
+    def of_pool(cls) -> "Histories":
+        """Those of a pool."""
+        histories = cls()
+        histories.model, histories.copies = Acceptance.of_pool(), Acceptance.of_pool()
+        return histories
 
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+    def of(self, is_copy: bool) -> Acceptance:
+        """That of drafts of one of the two."""
+        return self.copies if is_copy else self.model
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in one measured forward of decoding rows."""
-        if self._weight > 4:
-            seconds = min(seconds, self._MAX_SURPRISE * self.seconds(num_tokens))
-        terms = (1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds)
-        known = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            self._KEEP * old + new for old, new in zip(known, terms, strict=True)
-        )
-
-    def seconds(self, num_tokens: int) -> float:
-        """Expected seconds; 1.0 whatever the size while nothing is known."""
-        if self._weight == 0:
-            return 1.0
-        x, y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - x * x
-        slope = max(0.0, (self._xy / self._weight - x * y) / (variance + self._RIDGE))
-        return max(y + slope * (num_tokens - x), 0.1 * y)
+    @property
+    def best(self) -> Acceptance:
+        """That of the drafts which are right more often."""
+        is_copies = self.copies.is_known and self.copies.chance(2) > self.model.chance(2)
+        return self.of(is_copies)
 
 
 class Controller:
@@ -125,15 +124,20 @@ class Controller:
 
     def __init__(self, is_adaptive: bool = True) -> None:
         self.is_adaptive = is_adaptive
-        self.cost = VerifyCost()
+        self.costs = RoundCosts()
 
     def allot(
-        self, drafts: Rows[tuple[Acceptance, int]], num_rows: int, num_tokens: int
+        self,
+        drafts: Rows[tuple[Acceptance, int]],
+        num_rows: int,
+        num_prompt: int = 0,
+        is_near: Rows[bool] = (),
     ) -> list[int]:
         """Draft tokens to verify per row.
 
         drafts: (acceptance history, length of the draft at hand) of each row that has a draft.
-        num_rows: rows of the batch, with or without. num_tokens: its tokens without any draft.
+        num_rows: rows of the batch, with or without. num_prompt: its tokens of prompts.
+        is_near: for drafts that are not made yet, which of them would be beside the target.
         """
         lengths = [length for _, length in drafts]
         if not self.is_adaptive or not any(lengths):
@@ -148,10 +152,14 @@ class Controller:
             reverse=True,
         )
         expected, best = float(num_rows), 0
-        best_goodput = expected / self.cost.seconds(num_tokens)
-        for taken, (gain, _, _) in enumerate(gains, start=1):
+        num_near = num_steps = 0
+        best_goodput = expected / self.costs.seconds(num_rows, 0, num_prompt)
+        for taken, (gain, minus_j, row) in enumerate(gains, start=1):
             expected += gain
-            goodput = expected / self.cost.seconds(num_tokens + taken)
+            if is_near and is_near[row]:
+                num_near, num_steps = num_near + 1, max(num_steps, -minus_j)
+            seconds = self.costs.seconds(num_rows, taken, num_prompt)
+            goodput = expected / (seconds + self.costs.draft.added(num_steps, num_near))
             if goodput > best_goodput:
                 best, best_goodput = taken, goodput
         allotted = [0] * len(drafts)

@@ -23,7 +23,7 @@ from core.types import (
     VerifyRow,
 )
 from orchestrator.clients import DrafterClient
-from orchestrator.controller import Acceptance
+from orchestrator.controller import Histories
 from orchestrator.foresight import Foresight
 from orchestrator.outbox import Outbox
 from orchestrator.pipeline import Sequence
@@ -61,8 +61,8 @@ class Drafting:
     ) -> None:
         self.pools = {c.name: Pool(c.name, c.kind, c.max_draft_tokens, c.attached) for c in configs}
         self._max_branches = {c.name: c.max_branches for c in configs}
-        self._acceptances = {c.name: Acceptance.of_pool() for c in configs}
-        self._foresights = {n: Foresight(a.first) for n, a in self._acceptances.items()}
+        self._histories = {c.name: Histories.of_pool() for c in configs}
+        self._foresights = {n: Foresight(h.model.first) for n, h in self._histories.items()}
         self._fallback_pool = fallback_pool
         self.default_pool = default_pool or next(iter(self.pools), "")
         routed = [name for name in self.pools if name != fallback_pool]
@@ -111,9 +111,8 @@ class Drafting:
         if pool is None or replica is None or pool.replicas.get(replica_id) is not replica:
             raise InvalidRequestError("replica_id", f"there is no drafter {replica_id!r}")
         del pool.replicas[replica_id]  # from now on nobody chooses it
-        client = self._clients.pop(replica_id)
         self._lost(replica, Health.LOST, "drained")
-        await client.stop()
+        await self._clients.pop(replica_id).stop()
 
     @property
     def is_settled(self) -> bool:
@@ -149,7 +148,8 @@ class Drafting:
             sequence.absence = "no_distributions" if is_lacking else "no_drafter"
             return
         replica.take(sequence.id)
-        limits = self._limit(pool, replica), self._clock(), self._max_branches[pool.name]
+        most = self._max_branches[pool.name] if replica.can_draft_ahead else 0
+        limits = self._limit(pool, replica), self._clock(), most
         opened = sequence.open_drafter(replica.replica_id, *limits)
         self._enter(sequence, pool)
         self._outbox(replica).opens.append(opened)
@@ -185,9 +185,9 @@ class Drafting:
         """The sequence drafts with a pool from now on: what others got there is its best guess."""
         if sequence.stats.drafter != pool.name:
             self._report(sequence)
-            sequence.stats.drafter = pool.name
-            sequence.acceptance = Acceptance(self._acceptances[pool.name])
-            sequence.foresight = self._foresights[pool.name]
+            name = sequence.stats.drafter = pool.name
+            sequence.histories = Histories(self._histories[name])
+            sequence.foresight = self._foresights[name]
 
     def commit(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Tell the sequence's drafter what was committed, or find it one."""
@@ -289,8 +289,8 @@ class Drafting:
             self.attach(sequence)
         else:
             sequence.no_draft_cause = _CAUSES[need.reason]
-            name, why = sequence.request.request_id, need.message or need.reason.value
-            log.info("drafting ended", request_id=name, sequence=sequence.id, why=why)
+            told = {"request_id": sequence.request.request_id, "sequence": sequence.id}
+            log.info("drafting ended", **told, why=need.message or need.reason.value)
 
     def _limit(self, pool: Pool, replica: Replica) -> int:
         own = replica.info.max_draft_tokens if isinstance(replica.info, DrafterInfo) else 0

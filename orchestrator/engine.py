@@ -53,12 +53,13 @@ class Engine:
             config.max_queue,
             config.draft_wait_ms / 1000,
             config.max_prefill_tokens,
+            config.max_prefill_slowdown,
             Controller(config.adaptive_draft_length),
         )
-        cost = self._scheduler.controller.cost
+        costs = self._scheduler.controller.costs
         attached = [pool.name for pool in pools if pool.attached]
         self._verifying = Verifying(
-            config, attached, self._sequences, cost, self._verdicts, self._orphans, self._pump
+            config, attached, self._sequences, costs, self._verdicts, self._orphans, self._pump
         )
         self._drafting = Drafting(
             pools,
@@ -198,11 +199,13 @@ class Engine:
     def _feed(self, replica: Replica) -> float | None:
         """Send a verifier all the batches it may have; returns when to look again, if ever."""
         assert isinstance(replica.info, VerifierInfo)
-        while len(replica.in_flight) < self.config.max_in_flight:
+        num_stages = max(1, replica.info.num_stages)
+        limit = self.config.max_in_flight or num_stages
+        while len(replica.in_flight) < limit:
             sequences = [self._sequences[i] for i in sorted(replica.sequences)]
             budget = replica.info.max_batch_tokens
             now = time.monotonic()
-            selection = self._scheduler.select(sequences, budget, now)
+            selection = self._scheduler.select(sequences, budget, now, min(limit, num_stages))
             replica.note_idle(now, selection.wake_at is not None and not replica.in_flight)
             if not selection.rows:
                 return selection.wake_at

@@ -105,15 +105,18 @@ def running_replicas(config: Config) -> list[ReplicaSpec]:
     return replicas
 
 
-def run_cluster(config: Config) -> None:
-    """Bring up Ray, every service and the orchestrator in this process; end them all after it."""
+def run_cluster(config: Config, takes_over: bool = False) -> None:
+    """Bring up Ray, every service and the orchestrator in this process; end them all after it.
+
+    takes_over: on a running Ray, treat what is left of another orchestrator as one's own.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _resolve_models(config)
     if not config.ray.address:
         prepare_environment()
     from orchestrator.cluster import RayCluster  # imports ray: a second, and it wants the above
 
-    with RayCluster.start(config, say) as cluster:
+    with RayCluster.start(config, say, takes_over) as cluster:
         asyncio.run(_orchestrate(config, cluster.replicas(), cluster.kill, cluster))
         say("stopping the services")
     say("stopped")

@@ -40,6 +40,7 @@ class NearDrafter:
             last_token,
             verdict.next_draft_token_ids,
             verdict.next_draft_distributions,
+            verdict.next_draft_is_copy,
         )
         self.branch, cause = usable_branch(branch, rule, num_ids)
         return cause

@@ -17,13 +17,12 @@ from core.types import (
     DraftOpen,
     DraftSent,
     Plan,
-    Rule,
     Verdict,
     VerifyOpen,
     VerifyRow,
 )
-from orchestrator.accounting import count_step
-from orchestrator.controller import MAX_DRAFT_TOKENS, Acceptance
+from orchestrator.accounting import count_step, count_verdict
+from orchestrator.controller import MAX_DRAFT_TOKENS, Acceptance, Histories
 from orchestrator.foresight import Foresight
 from orchestrator.near import NearDrafter
 from orchestrator.plans import Key, Outcome, Plans
@@ -39,8 +38,8 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.stats = SpeculationStats()
-        self.acceptance = Acceptance()
-        self.foresight = Foresight(self.acceptance.first)
+        self.histories, self.is_copy = Histories(), False  # is_copy: whether the row's draft is one
+        self.foresight = Foresight(self.histories.model.first)
         self.num_worthwhile = MAX_DRAFT_TOKENS
         self.cached_prompt_tokens = 0
         # Verifier side.
@@ -74,6 +73,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.request.stopping.max_new_tokens - self.num_generated
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the target has computed nothing of it yet: what it holds, it had cached."""
+        return self.is_prompt_pending and self.verified == self.cached_prompt_tokens
 
     @property
     def max_length(self) -> int:
@@ -111,6 +115,12 @@ class Sequence:
         return VerifyOpen(self.id, request.sampling, self.max_length, *told)
 
     @property
+    def acceptance(self) -> Acceptance:
+        """The history of drafts like the one at hand."""
+        branch = self.branch_at_hand
+        return self.histories.of(branch is not None and branch.is_copy)
+
+    @property
     def branch_at_hand(self) -> Branch | None:
         """What is drafted for the known outcome: by the drafter, else by the one beside the
         target."""
@@ -130,20 +140,21 @@ class Sequence:
         branch = self.branch_at_hand
         distributions = branch.draft_distributions[: len(draft)] if branch else ()
         if not partial:
+            self.is_copy = branch is not None and branch.is_copy
             count_step(self, draft, branch)
             is_near = branch is not None and branch is self.near.branch
             self.draft_source = self.near.pool if is_near else self.stats.drafter
             if branch is not None and not is_near:
                 self.impatience = self.impatient_rounds = 0
-        next_draft = 0 if partial else self._next_attached_draft
-        self.row = VerifyRow(self.id, self.verified, new, draft, partial, distributions, next_draft)
+        copies = 0 if partial else self._wish(self.near.limit, 2)  # one costs nothing to make
+        asked = min(copies, self.num_worthwhile), copies
+        self.row = VerifyRow(self.id, self.verified, new, draft, partial, distributions, *asked)
         return self.row
 
-    @property
-    def _next_attached_draft(self) -> int:
-        """Tokens to ask the drafter beside the target for, behind the row's outcome."""
-        wish = self.request.speculation.max_draft_tokens or self.near.limit
-        return max(0, min(wish, self.near.limit, self.num_worthwhile, self.num_remaining - 2))
+    def _wish(self, limit: int, num_kept: int) -> int:
+        """`limit` or what the request wants, with room for `num_kept` tokens beside the draft."""
+        wish = self.request.speculation.max_draft_tokens or limit
+        return max(0, min(wish, limit, self.num_remaining - num_kept))
 
     def accept(self, verdict: Verdict) -> bool:
         """Take the verdict on the row in flight. False when it is not the answer to that row.
@@ -166,20 +177,13 @@ class Sequence:
         delivered = min(accepted, len(token_ids))
         self.outcome = Outcome(len(self.tokens), accepted)
         self.tokens.extend(token_ids)
-        if self.request.sampling.rule is Rule.ENSEMBLE:
-            num_alone = max(0, len(token_ids) - len(row.draft_distributions))
-            self.stats.num_tokens_without_distributions += num_alone
         decided = self.plans.decide(self.outcome_key, len(row.draft_token_ids), self.foresight)
         self.stats.plan_misses.update(decided)
         self.near.branch = None
         self.num_wanted = 0
-        self.acceptance.observe(len(row.draft_token_ids), accepted)
+        self.histories.of(self.is_copy).observe(len(row.draft_token_ids), accepted)
         self.impatient_rounds = max(0, self.impatient_rounds - 1)
-        if row.draft_token_ids:
-            histogram = self.stats.acceptance_histogram
-            histogram.extend([0] * (delivered + 1 - len(histogram)))
-            histogram[delivered] += 1
-            self.stats.num_accepted_draft_tokens += delivered
+        count_verdict(self, row, len(token_ids), delivered)
         return delivered
 
     # ------------------------------------------------------------ drafter
@@ -196,16 +200,12 @@ class Sequence:
 
     @property
     def longest_draft(self) -> int:
-        """Draft length to ask for if verifying it pays: the drafter's, the request's, and what may
-        still be committed; 0 without a drafter."""
-        limit = max(self.drafter_limit if self.drafter else 0, self.near.limit)
-        wish = self.request.speculation.max_draft_tokens or limit
-        return max(0, min(wish, limit, self.num_remaining - 1))
+        """Draft length to ask for if verifying it pays: by the drafter, the request, its end."""
+        return self._wish(max(self.drafter_limit if self.drafter else 0, self.near.limit), 1)
 
     def take_attached(self, verdict: Verdict, num_ids: int) -> None:
         """Keep the draft that came with the verdict just committed."""
-        rule = self.request.sampling.rule
-        if cause := self.near.take(verdict, self.tokens[-1], rule, num_ids):
+        if cause := self.near.take(verdict, self.tokens[-1], self.request.sampling.rule, num_ids):
             self.stats.plan_misses[cause] += 1
 
     @property

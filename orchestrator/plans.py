@@ -28,7 +28,8 @@ class Plans:
     """The branches at hand. `is_ahead`: the drafter was asked to draft ahead of the block that is
     at the target. `settled`: outcomes up to this base length were foreseen, or have been counted as
     missed: each is missed once, however many plans come for it. `asked_for`: the base length that
-    the drafter was asked last to draft for, -1 where that was not foreseen; `asked_at`: when."""
+    the drafter was asked last to draft for, -1 where that was not foreseen; `asked_at`: when.
+    `overdue`: the same of what had no answer at the last verdict."""
 
     branches: dict[Key, Branch] = field(default_factory=dict)
     is_ahead: bool = False
@@ -36,6 +37,7 @@ class Plans:
     asked_for: int = -1
     asked_at: float = 0.0
     is_answered: bool = False
+    overdue: dict[int, float] = field(default_factory=dict)
 
     def ask(self, base_length: int, now: float, is_ahead: bool = False) -> None:
         """The drafter is asked; what it is at already is not asked for again."""
@@ -45,12 +47,14 @@ class Plans:
 
     def time(self, plan: Plan, now: float, draft_s: float, foresight: Foresight) -> None:
         """Let `foresight` know how long the first answer to what was asked took, and drafting alone
-        (`draft_s`), if it is this one and has a draft."""
-        if self.is_answered or self.asked_for != plan.base_length:
-            return
-        self.is_answered = True
-        if num_tokens := max((len(each.draft_token_ids) for each in plan.branches), default=0):
-            foresight.time(now - self.asked_at, draft_s, num_tokens)
+        (`draft_s`), if it is this one and has a draft. Also to what nobody waits for any more: else
+        a drafter that was slow once would never be waited for again."""
+        asked_at = self.overdue.pop(plan.base_length, None)
+        if self.asked_for == plan.base_length and not self.is_answered:
+            self.is_answered, asked_at = True, self.asked_at
+        num_tokens = max((len(each.draft_token_ids) for each in plan.branches), default=0)
+        if asked_at is not None and num_tokens:
+            foresight.time(now - asked_at, draft_s, num_tokens)
 
     def take(
         self, plan: Plan, known: Key, block: int | None, rule: Rule, num_ids: int
@@ -76,6 +80,7 @@ class Plans:
         """The block at the target, so many draft tokens, has this outcome: keep what was drafted
         for it, and let `foresight` know. Returns why there is nothing although the drafter was
         asked to draft ahead; else nothing. What comes behind a whole block is drafted last."""
+        self.overdue = {} if self.is_answered else {self.asked_for: self.asked_at}
         known = 2 if outcome[1] == num_draft_tokens else 1
         num_ahead = sum(key[:known] == outcome[:known] for key in self.branches)
         self.branches = {key: each for key, each in self.branches.items() if key == outcome}
@@ -95,6 +100,7 @@ class Plans:
     def clear(self) -> None:
         """The drafter is another one, or gone."""
         self.branches, self.is_ahead, self.settled, self.asked_for = {}, False, -1, -1
+        self.overdue.clear()
 
     def _miss(self, cause: str, base_length: int) -> list[str]:
         """The cause, unless the outcome is settled; it is from now on."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from core.errors import HandshakeError
 from core.types import DrafterInfo, ModelIdentity, VerifierInfo
+from orchestrator.costs import BatchWork
 from orchestrator.requests import Health, PoolStatus, ReplicaStatus, SpeculationStats
 
 
@@ -21,7 +22,7 @@ class Replica:
         self.message = ""
         self.info: VerifierInfo | DrafterInfo | None = None
         self.sequences: set[int] = set()
-        self.in_flight: dict[int, int] = {}  # batch -> tokens; 0: with prompts
+        self.in_flight: dict[int, BatchWork] = {}  # by the batch's number
         self.num_losses = 0
         self.num_taken = 0  # sequences it was ever given
         self.is_blocked = False
@@ -51,6 +52,11 @@ class Replica:
     def needs(self) -> tuple[str, ...]:
         """What a drafter needs of the target beside token ids; nothing until the handshake."""
         return self.info.needs if isinstance(self.info, DrafterInfo) else ()
+
+    @property
+    def can_draft_ahead(self) -> bool:
+        """Whether it drafts ahead of verdicts; False until the handshake."""
+        return isinstance(self.info, DrafterInfo) and self.info.can_draft_ahead
 
     def take(self, sequence: int) -> None:
         """Give it a sequence."""

@@ -22,7 +22,7 @@ from core.types import (
     VerifyRow,
 )
 from orchestrator.clients import VerifierClient
-from orchestrator.controller import VerifyCost
+from orchestrator.costs import BatchWork, RoundCosts
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, Replica
 from orchestrator.requests import Health, ReplicaSpec
@@ -44,7 +44,7 @@ class Verifying:
     """All verifiers of one engine.
 
     attached: names of the drafter pools that must live beside every target.
-    sequences: the engine's running sequences by id. cost: learns how long batches take.
+    sequences: the engine's running sequences by id. costs: learns how long batches take.
     on_result: called with each result. on_orphans: called with sequences that lost their slot.
     on_change: called after a verifier came.
     """
@@ -54,7 +54,7 @@ class Verifying:
         config: OrchestratorConfig,
         attached: list[str],
         sequences: Mapping[int, Sequence],
-        cost: VerifyCost,
+        costs: RoundCosts,
         on_result: Callable[[VerifyResult], None],
         on_orphans: Callable[[list[Sequence]], None],
         on_change: Callable[[], None],
@@ -65,7 +65,7 @@ class Verifying:
         self._config = config
         self._attached = attached
         self._sequences = sequences
-        self._cost = cost
+        self._costs = costs
         self._on_result = on_result
         self._on_orphans = on_orphans
         self._on_change = on_change
@@ -104,9 +104,7 @@ class Verifying:
         opens = tuple(s.open() for s in sequences if not s.is_open)
         closes = tuple(self._closes.pop(replica.replica_id, ()))
         batch = VerifyBatch(next(self._batch_numbers), rows, opens, closes)
-        is_decoding = all(len(row.new_token_ids) == 1 for row in rows)
-        num_tokens = sum(row.num_tokens for row in rows)
-        replica.in_flight[batch.batch] = num_tokens if is_decoding else 0
+        replica.in_flight[batch.batch] = BatchWork.of(batch)
         if self.recorder is not None:
             self.recorder.note(replica.replica_id, batch)
         self._clients[replica.replica_id].send(batch)
@@ -156,12 +154,12 @@ class Verifying:
     def _result(self, replica: Replica, result: VerifyResult) -> None:
         if self.recorder is not None:
             self.recorder.note(replica.replica_id, result)
-        num_tokens = replica.in_flight.pop(result.batch, 0)
         timings = result.timings
+        if (work := replica.in_flight.pop(result.batch, None)) is not None:
+            self._costs.observe(work, result)
         seconds = (timings.forward_ns + timings.sampling_ns + timings.draft_ns) / 1e9
-        replica.busy_s += seconds
-        if num_tokens > 0 and timings.num_forwards == 1:
-            self._cost.observe(num_tokens, seconds)
+        assert isinstance(replica.info, VerifierInfo)
+        replica.busy_s += seconds / max(1, replica.info.num_stages)  # of each device
         for failure in result.open_failures:
             self._open_failed(replica, failure)
         self._on_result(result)

@@ -25,39 +25,39 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/drafter.proto\x12\nforerun.v1\x1a\x13protos/common.proto\"\x18\n\x16\x44\x65scribeDrafterRequest\"\xf2\x01\n\x17\x44\x65scribeDrafterResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12+\n\x08identity\x18\x03 \x01(\x0b\x32\x19.forerun.v1.ModelIdentity\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x15\n\rmax_sequences\x18\x05 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12\x19\n\x11has_distributions\x18\x08 \x01(\x08\x12\r\n\x05needs\x18\t \x03(\t\"\xdb\x01\n\x0eSessionRequest\x12$\n\x05opens\x18\x01 \x03(\x0b\x32\x15.forerun.v1.DraftOpen\x12(\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x17.forerun.v1.DraftCommit\x12&\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x16.forerun.v1.DraftClose\x12+\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0b\x32\x19.forerun.v1.DraftFeatures\x12$\n\x05sents\x18\x05 \x03(\x0b\x32\x15.forerun.v1.DraftSent\"]\n\rDraftFeatures\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12&\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x14.forerun.v1.Features\"\xcc\x01\n\tDraftOpen\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x14\n\x0cmax_branches\x18\x06 \x01(\r\x12\x19\n\x11next_draft_tokens\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\x88\x01\n\x0b\x44raftCommit\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x19\n\x11next_draft_tokens\x18\x06 \x01(\r\"{\n\tDraftSent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11next_draft_tokens\x18\x05 \x01(\r\"2\n\nDraftClose\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\"\x82\x01\n\x0fSessionResponse\x12\x1f\n\x05plans\x18\x01 \x03(\x0b\x32\x10.forerun.v1.Plan\x12(\n\nneed_opens\x18\x02 \x03(\x0b\x32\x14.forerun.v1.NeedOpen\x12\x10\n\x08\x64raft_ns\x18\x03 \x01(\x04\x12\x12\n\nnum_queued\x18\x04 \x01(\r\"g\n\x04Plan\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12$\n\x08\x62ranches\x18\x04 \x03(\x0b\x32\x12.forerun.v1.Branch\"\x7f\n\x06\x42ranch\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12;\n\x13\x64raft_distributions\x18\x04 \x03(\x0b\x32\x1e.forerun.v1.SparseDistribution\"m\n\x08NeedOpen\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.forerun.v1.NeedOpenReason\x12\x0f\n\x07message\x18\x04 \x01(\t*\xa4\x01\n\x0eNeedOpenReason\x12 \n\x1cNEED_OPEN_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14NEED_OPEN_REASON_GAP\x10\x01\x12\x1d\n\x19NEED_OPEN_REASON_TOO_LONG\x10\x02\x12\x19\n\x15NEED_OPEN_REASON_FULL\x10\x03\x12\x1c\n\x18NEED_OPEN_REASON_INVALID\x10\x04\x32\xb4\x01\n\x0e\x44rafterService\x12Z\n\x0f\x44\x65scribeDrafter\x12\".forerun.v1.DescribeDrafterRequest\x1a#.forerun.v1.DescribeDrafterResponse\x12\x46\n\x07Session\x12\x1a.forerun.v1.SessionRequest\x1a\x1b.forerun.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/drafter.proto\x12\nforerun.v1\x1a\x13protos/common.proto\"\x18\n\x16\x44\x65scribeDrafterRequest\"\x8b\x02\n\x17\x44\x65scribeDrafterResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12+\n\x08identity\x18\x03 \x01(\x0b\x32\x19.forerun.v1.ModelIdentity\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x15\n\rmax_sequences\x18\x05 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12\x19\n\x11has_distributions\x18\x08 \x01(\x08\x12\r\n\x05needs\x18\t \x03(\t\x12\x17\n\x0f\x63\x61n_draft_ahead\x18\n \x01(\x08\"\xdb\x01\n\x0eSessionRequest\x12$\n\x05opens\x18\x01 \x03(\x0b\x32\x15.forerun.v1.DraftOpen\x12(\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x17.forerun.v1.DraftCommit\x12&\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x16.forerun.v1.DraftClose\x12+\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0b\x32\x19.forerun.v1.DraftFeatures\x12$\n\x05sents\x18\x05 \x03(\x0b\x32\x15.forerun.v1.DraftSent\"]\n\rDraftFeatures\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12&\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x14.forerun.v1.Features\"\xcc\x01\n\tDraftOpen\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12&\n\x08sampling\x18\x04 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x18\n\x10max_draft_tokens\x18\x05 \x01(\r\x12\x14\n\x0cmax_branches\x18\x06 \x01(\r\x12\x19\n\x11next_draft_tokens\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"\x88\x01\n\x0b\x44raftCommit\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x19\n\x11next_draft_tokens\x18\x06 \x01(\r\"{\n\tDraftSent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11next_draft_tokens\x18\x05 \x01(\r\"2\n\nDraftClose\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\"\x82\x01\n\x0fSessionResponse\x12\x1f\n\x05plans\x18\x01 \x03(\x0b\x32\x10.forerun.v1.Plan\x12(\n\nneed_opens\x18\x02 \x03(\x0b\x32\x14.forerun.v1.NeedOpen\x12\x10\n\x08\x64raft_ns\x18\x03 \x01(\x04\x12\x12\n\nnum_queued\x18\x04 \x01(\r\"g\n\x04Plan\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12$\n\x08\x62ranches\x18\x04 \x03(\x0b\x32\x12.forerun.v1.Branch\"\x90\x01\n\x06\x42ranch\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12;\n\x13\x64raft_distributions\x18\x04 \x03(\x0b\x32\x1e.forerun.v1.SparseDistribution\x12\x0f\n\x07is_copy\x18\x05 \x01(\x08\"m\n\x08NeedOpen\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.forerun.v1.NeedOpenReason\x12\x0f\n\x07message\x18\x04 \x01(\t*\xa4\x01\n\x0eNeedOpenReason\x12 \n\x1cNEED_OPEN_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14NEED_OPEN_REASON_GAP\x10\x01\x12\x1d\n\x19NEED_OPEN_REASON_TOO_LONG\x10\x02\x12\x19\n\x15NEED_OPEN_REASON_FULL\x10\x03\x12\x1c\n\x18NEED_OPEN_REASON_INVALID\x10\x04\x32\xb4\x01\n\x0e\x44rafterService\x12Z\n\x0f\x44\x65scribeDrafter\x12\".forerun.v1.DescribeDrafterRequest\x1a#.forerun.v1.DescribeDrafterResponse\x12\x46\n\x07Session\x12\x1a.forerun.v1.SessionRequest\x1a\x1b.forerun.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.drafter_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NEEDOPENREASON']._serialized_start=1647
-  _globals['_NEEDOPENREASON']._serialized_end=1811
+  _globals['_NEEDOPENREASON']._serialized_start=1690
+  _globals['_NEEDOPENREASON']._serialized_end=1854
   _globals['_DESCRIBEDRAFTERREQUEST']._serialized_start=57
   _globals['_DESCRIBEDRAFTERREQUEST']._serialized_end=81
   _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_start=84
-  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=326
-  _globals['_SESSIONREQUEST']._serialized_start=329
-  _globals['_SESSIONREQUEST']._serialized_end=548
-  _globals['_DRAFTFEATURES']._serialized_start=550
-  _globals['_DRAFTFEATURES']._serialized_end=643
-  _globals['_DRAFTOPEN']._serialized_start=646
-  _globals['_DRAFTOPEN']._serialized_end=850
-  _globals['_DRAFTCOMMIT']._serialized_start=853
-  _globals['_DRAFTCOMMIT']._serialized_end=989
-  _globals['_DRAFTSENT']._serialized_start=991
-  _globals['_DRAFTSENT']._serialized_end=1114
-  _globals['_DRAFTCLOSE']._serialized_start=1116
-  _globals['_DRAFTCLOSE']._serialized_end=1166
-  _globals['_SESSIONRESPONSE']._serialized_start=1169
-  _globals['_SESSIONRESPONSE']._serialized_end=1299
-  _globals['_PLAN']._serialized_start=1301
-  _globals['_PLAN']._serialized_end=1404
-  _globals['_BRANCH']._serialized_start=1406
-  _globals['_BRANCH']._serialized_end=1533
-  _globals['_NEEDOPEN']._serialized_start=1535
-  _globals['_NEEDOPEN']._serialized_end=1644
-  _globals['_DRAFTERSERVICE']._serialized_start=1814
-  _globals['_DRAFTERSERVICE']._serialized_end=1994
+  _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=351
+  _globals['_SESSIONREQUEST']._serialized_start=354
+  _globals['_SESSIONREQUEST']._serialized_end=573
+  _globals['_DRAFTFEATURES']._serialized_start=575
+  _globals['_DRAFTFEATURES']._serialized_end=668
+  _globals['_DRAFTOPEN']._serialized_start=671
+  _globals['_DRAFTOPEN']._serialized_end=875
+  _globals['_DRAFTCOMMIT']._serialized_start=878
+  _globals['_DRAFTCOMMIT']._serialized_end=1014
+  _globals['_DRAFTSENT']._serialized_start=1016
+  _globals['_DRAFTSENT']._serialized_end=1139
+  _globals['_DRAFTCLOSE']._serialized_start=1141
+  _globals['_DRAFTCLOSE']._serialized_end=1191
+  _globals['_SESSIONRESPONSE']._serialized_start=1194
+  _globals['_SESSIONRESPONSE']._serialized_end=1324
+  _globals['_PLAN']._serialized_start=1326
+  _globals['_PLAN']._serialized_end=1429
+  _globals['_BRANCH']._serialized_start=1432
+  _globals['_BRANCH']._serialized_end=1576
+  _globals['_NEEDOPEN']._serialized_start=1578
+  _globals['_NEEDOPEN']._serialized_end=1687
+  _globals['_DRAFTERSERVICE']._serialized_start=1857
+  _globals['_DRAFTERSERVICE']._serialized_end=2037
 # @@protoc_insertion_point(module_scope)

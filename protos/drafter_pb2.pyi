@@ -26,7 +26,7 @@ class DescribeDrafterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeDrafterResponse(_message.Message):
-    __slots__ = ("protocol_version", "kind", "identity", "max_length", "max_sequences", "max_draft_tokens", "instance_id", "has_distributions", "needs")
+    __slots__ = ("protocol_version", "kind", "identity", "max_length", "max_sequences", "max_draft_tokens", "instance_id", "has_distributions", "needs", "can_draft_ahead")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class DescribeDrafterResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
+    CAN_DRAFT_AHEAD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     kind: str
     identity: _common_pb2.ModelIdentity
@@ -45,7 +46,8 @@ class DescribeDrafterResponse(_message.Message):
     instance_id: str
     has_distributions: bool
     needs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., kind: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., instance_id: _Optional[str] = ..., has_distributions: _Optional[bool] = ..., needs: _Optional[_Iterable[str]] = ...) -> None: ...
+    can_draft_ahead: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., kind: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., instance_id: _Optional[str] = ..., has_distributions: _Optional[bool] = ..., needs: _Optional[_Iterable[str]] = ..., can_draft_ahead: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("opens", "commits", "closes", "features", "sents")
@@ -154,16 +156,18 @@ class Plan(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., generation: _Optional[int] = ..., base_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("accepted", "token", "draft_token_ids", "draft_distributions")
+    __slots__ = ("accepted", "token", "draft_token_ids", "draft_distributions", "is_copy")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    IS_COPY_FIELD_NUMBER: _ClassVar[int]
     accepted: int
     token: int
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_distributions: _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]
-    def __init__(self, accepted: _Optional[int] = ..., token: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ...) -> None: ...
+    is_copy: bool
+    def __init__(self, accepted: _Optional[int] = ..., token: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ..., is_copy: _Optional[bool] = ...) -> None: ...
 
 class NeedOpen(_message.Message):
     __slots__ = ("sequence", "generation", "reason", "message")

@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/verifier.proto\x12\nforerun.v1\x1a\x13protos/common.proto\"\x19\n\x17\x44\x65scribeVerifierRequest\"\xc9\x02\n\x18\x44\x65scribeVerifierResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.forerun.v1.ModelIdentity\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\x15\n\rmax_sequences\x18\x04 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12.\n\x10\x64\x65\x66\x61ult_sampling\x18\x07 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x13\n\x0binstance_id\x18\x08 \x01(\t\x12\x16\n\x0etokenizer_size\x18\t \x01(\r\x12-\n\x08\x61ttached\x18\n \x03(\x0b\x32\x1b.forerun.v1.AttachedDrafter\"b\n\x0f\x41ttachedDrafter\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x03 \x01(\r\x12\x19\n\x11has_distributions\x18\x04 \x01(\x08\"z\n\rVerifyRequest\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12%\n\x05opens\x18\x02 \x03(\x0b\x32\x16.forerun.v1.VerifyOpen\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.forerun.v1.VerifyRow\x12\x0e\n\x06\x63loses\x18\x04 \x03(\x04\"\xd0\x01\n\nVerifyOpen\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x08sampling\x18\x02 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x10\n\x08\x61ttached\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\tB\x0b\n\t_logprobs\"\xc8\x01\n\tVerifyRow\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x15\n\rnew_token_ids\x18\x03 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\r\x12\x0f\n\x07partial\x18\x05 \x01(\x08\x12;\n\x13\x64raft_distributions\x18\x06 \x03(\x0b\x32\x1e.forerun.v1.SparseDistribution\x12\x19\n\x11next_draft_tokens\x18\x07 \x01(\r\"\xa8\x01\n\x0eVerifyResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12+\n\x08verdicts\x18\x02 \x03(\x0b\x32\x19.forerun.v1.VerifyVerdict\x12.\n\ropen_failures\x18\x03 \x03(\x0b\x32\x17.forerun.v1.OpenFailure\x12*\n\x07timings\x18\x04 \x01(\x0b\x32\x19.forerun.v1.VerifyTimings\"[\n\x0bOpenFailure\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.forerun.v1.VerdictStatus\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x94\x03\n\rVerifyVerdict\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12)\n\x06status\x18\x03 \x01(\x0e\x32\x19.forerun.v1.VerdictStatus\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.forerun.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12&\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x14.forerun.v1.Features\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.forerun.v1.TokenLogprobs\x12\x1c\n\x14next_draft_token_ids\x18\x0b \x03(\r\x12@\n\x18next_draft_distributions\x18\x0c \x03(\x0b\x32\x1e.forerun.v1.SparseDistribution\"\x84\x01\n\rVerifyTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x13\n\x0bsampling_ns\x18\x03 \x01(\x04\x12\x14\n\x0cnum_forwards\x18\x04 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x05 \x01(\x04\x12\x10\n\x08total_ns\x18\x06 \x01(\x04*\x9e\x01\n\rVerdictStatus\x12\x1e\n\x1aVERDICT_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11VERDICT_STATUS_OK\x10\x01\x12\x1e\n\x1aVERDICT_STATUS_NEED_PREFIX\x10\x02\x12\x1a\n\x16VERDICT_STATUS_NO_SLOT\x10\x03\x12\x1a\n\x16VERDICT_STATUS_INVALID\x10\x04\x32\xb5\x01\n\x0fVerifierService\x12]\n\x10\x44\x65scribeVerifier\x12#.forerun.v1.DescribeVerifierRequest\x1a$.forerun.v1.DescribeVerifierResponse\x12\x43\n\x06Verify\x12\x19.forerun.v1.VerifyRequest\x1a\x1a.forerun.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/verifier.proto\x12\nforerun.v1\x1a\x13protos/common.proto\"\x19\n\x17\x44\x65scribeVerifierRequest\"\xdd\x02\n\x18\x44\x65scribeVerifierResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.forerun.v1.ModelIdentity\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\x15\n\rmax_sequences\x18\x04 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12.\n\x10\x64\x65\x66\x61ult_sampling\x18\x07 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x13\n\x0binstance_id\x18\x08 \x01(\t\x12\x16\n\x0etokenizer_size\x18\t \x01(\r\x12-\n\x08\x61ttached\x18\n \x03(\x0b\x32\x1b.forerun.v1.AttachedDrafter\x12\x12\n\nnum_stages\x18\x0b \x01(\r\"b\n\x0f\x41ttachedDrafter\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x03 \x01(\r\x12\x19\n\x11has_distributions\x18\x04 \x01(\x08\"z\n\rVerifyRequest\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12%\n\x05opens\x18\x02 \x03(\x0b\x32\x16.forerun.v1.VerifyOpen\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.forerun.v1.VerifyRow\x12\x0e\n\x06\x63loses\x18\x04 \x03(\x04\"\xd0\x01\n\nVerifyOpen\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x08sampling\x18\x02 \x01(\x0b\x32\x14.forerun.v1.Sampling\x12\x12\n\nmax_length\x18\x03 \x01(\r\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x10\n\x08\x61ttached\x18\x07 \x01(\t\x12\x13\n\x0btraceparent\x18\x08 \x01(\tB\x0b\n\t_logprobs\"\xe2\x01\n\tVerifyRow\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x15\n\rnew_token_ids\x18\x03 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\r\x12\x0f\n\x07partial\x18\x05 \x01(\x08\x12;\n\x13\x64raft_distributions\x18\x06 \x03(\x0b\x32\x1e.forerun.v1.SparseDistribution\x12\x19\n\x11next_draft_tokens\x18\x07 \x01(\r\x12\x18\n\x10next_copy_tokens\x18\x08 \x01(\r\"\xa8\x01\n\x0eVerifyResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12+\n\x08verdicts\x18\x02 \x03(\x0b\x32\x19.forerun.v1.VerifyVerdict\x12.\n\ropen_failures\x18\x03 \x03(\x0b\x32\x17.forerun.v1.OpenFailure\x12*\n\x07timings\x18\x04 \x01(\x0b\x32\x19.forerun.v1.VerifyTimings\"[\n\x0bOpenFailure\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.forerun.v1.VerdictStatus\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb0\x03\n\rVerifyVerdict\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12)\n\x06status\x18\x03 \x01(\x0e\x32\x19.forerun.v1.VerdictStatus\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.forerun.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12&\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x14.forerun.v1.Features\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.forerun.v1.TokenLogprobs\x12\x1c\n\x14next_draft_token_ids\x18\x0b \x03(\r\x12@\n\x18next_draft_distributions\x18\x0c \x03(\x0b\x32\x1e.forerun.v1.SparseDistribution\x12\x1a\n\x12next_draft_is_copy\x18\r \x01(\x08\"\x84\x01\n\rVerifyTimings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x13\n\x0bsampling_ns\x18\x03 \x01(\x04\x12\x14\n\x0cnum_forwards\x18\x04 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x05 \x01(\x04\x12\x10\n\x08total_ns\x18\x06 \x01(\x04*\x9e\x01\n\rVerdictStatus\x12\x1e\n\x1aVERDICT_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11VERDICT_STATUS_OK\x10\x01\x12\x1e\n\x1aVERDICT_STATUS_NEED_PREFIX\x10\x02\x12\x1a\n\x16VERDICT_STATUS_NO_SLOT\x10\x03\x12\x1a\n\x16VERDICT_STATUS_INVALID\x10\x04\x32\xb5\x01\n\x0fVerifierService\x12]\n\x10\x44\x65scribeVerifier\x12#.forerun.v1.DescribeVerifierRequest\x1a$.forerun.v1.DescribeVerifierResponse\x12\x43\n\x06Verify\x12\x19.forerun.v1.VerifyRequest\x1a\x1a.forerun.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICTSTATUS']._serialized_start=1862
-  _globals['_VERDICTSTATUS']._serialized_end=2020
+  _globals['_VERDICTSTATUS']._serialized_start=1936
+  _globals['_VERDICTSTATUS']._serialized_end=2094
   _globals['_DESCRIBEVERIFIERREQUEST']._serialized_start=58
   _globals['_DESCRIBEVERIFIERREQUEST']._serialized_end=83
   _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_start=86
-  _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_end=415
-  _globals['_ATTACHEDDRAFTER']._serialized_start=417
-  _globals['_ATTACHEDDRAFTER']._serialized_end=515
-  _globals['_VERIFYREQUEST']._serialized_start=517
-  _globals['_VERIFYREQUEST']._serialized_end=639
-  _globals['_VERIFYOPEN']._serialized_start=642
-  _globals['_VERIFYOPEN']._serialized_end=850
-  _globals['_VERIFYROW']._serialized_start=853
-  _globals['_VERIFYROW']._serialized_end=1053
-  _globals['_VERIFYRESPONSE']._serialized_start=1056
-  _globals['_VERIFYRESPONSE']._serialized_end=1224
-  _globals['_OPENFAILURE']._serialized_start=1226
-  _globals['_OPENFAILURE']._serialized_end=1317
-  _globals['_VERIFYVERDICT']._serialized_start=1320
-  _globals['_VERIFYVERDICT']._serialized_end=1724
-  _globals['_VERIFYTIMINGS']._serialized_start=1727
-  _globals['_VERIFYTIMINGS']._serialized_end=1859
-  _globals['_VERIFIERSERVICE']._serialized_start=2023
-  _globals['_VERIFIERSERVICE']._serialized_end=2204
+  _globals['_DESCRIBEVERIFIERRESPONSE']._serialized_end=435
+  _globals['_ATTACHEDDRAFTER']._serialized_start=437
+  _globals['_ATTACHEDDRAFTER']._serialized_end=535
+  _globals['_VERIFYREQUEST']._serialized_start=537
+  _globals['_VERIFYREQUEST']._serialized_end=659
+  _globals['_VERIFYOPEN']._serialized_start=662
+  _globals['_VERIFYOPEN']._serialized_end=870
+  _globals['_VERIFYROW']._serialized_start=873
+  _globals['_VERIFYROW']._serialized_end=1099
+  _globals['_VERIFYRESPONSE']._serialized_start=1102
+  _globals['_VERIFYRESPONSE']._serialized_end=1270
+  _globals['_OPENFAILURE']._serialized_start=1272
+  _globals['_OPENFAILURE']._serialized_end=1363
+  _globals['_VERIFYVERDICT']._serialized_start=1366
+  _globals['_VERIFYVERDICT']._serialized_end=1798
+  _globals['_VERIFYTIMINGS']._serialized_start=1801
+  _globals['_VERIFYTIMINGS']._serialized_end=1933
+  _globals['_VERIFIERSERVICE']._serialized_start=2097
+  _globals['_VERIFIERSERVICE']._serialized_end=2278
 # @@protoc_insertion_point(module_scope)

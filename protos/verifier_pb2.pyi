@@ -26,7 +26,7 @@ class DescribeVerifierRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeVerifierResponse(_message.Message):
-    __slots__ = ("protocol_version", "identity", "max_length", "max_sequences", "max_batch_tokens", "eos_token_ids", "default_sampling", "instance_id", "tokenizer_size", "attached")
+    __slots__ = ("protocol_version", "identity", "max_length", "max_sequences", "max_batch_tokens", "eos_token_ids", "default_sampling", "instance_id", "tokenizer_size", "attached", "num_stages")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class DescribeVerifierResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SIZE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     identity: _common_pb2.ModelIdentity
     max_length: int
@@ -47,7 +48,8 @@ class DescribeVerifierResponse(_message.Message):
     instance_id: str
     tokenizer_size: int
     attached: _containers.RepeatedCompositeFieldContainer[AttachedDrafter]
-    def __init__(self, protocol_version: _Optional[int] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., instance_id: _Optional[str] = ..., tokenizer_size: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ...) -> None: ...
+    num_stages: int
+    def __init__(self, protocol_version: _Optional[int] = ..., identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., max_length: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., instance_id: _Optional[str] = ..., tokenizer_size: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., num_stages: _Optional[int] = ...) -> None: ...
 
 class AttachedDrafter(_message.Message):
     __slots__ = ("pool", "kind", "max_draft_tokens", "has_distributions")
@@ -94,7 +96,7 @@ class VerifyOpen(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., features: _Optional[_Iterable[str]] = ..., attached: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class VerifyRow(_message.Message):
-    __slots__ = ("sequence", "position", "new_token_ids", "draft_token_ids", "partial", "draft_distributions", "next_draft_tokens")
+    __slots__ = ("sequence", "position", "new_token_ids", "draft_token_ids", "partial", "draft_distributions", "next_draft_tokens", "next_copy_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +104,7 @@ class VerifyRow(_message.Message):
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_COPY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -109,7 +112,8 @@ class VerifyRow(_message.Message):
     partial: bool
     draft_distributions: _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]
     next_draft_tokens: int
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., partial: _Optional[bool] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ..., next_draft_tokens: _Optional[int] = ...) -> None: ...
+    next_copy_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., partial: _Optional[bool] = ..., draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ..., next_draft_tokens: _Optional[int] = ..., next_copy_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("batch", "verdicts", "open_failures", "timings")
@@ -134,7 +138,7 @@ class OpenFailure(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class VerifyVerdict(_message.Message):
-    __slots__ = ("sequence", "position", "status", "message", "accepted", "token_ids", "logprobs", "cached_tokens", "features", "prompt_logprobs", "next_draft_token_ids", "next_draft_distributions")
+    __slots__ = ("sequence", "position", "status", "message", "accepted", "token_ids", "logprobs", "cached_tokens", "features", "prompt_logprobs", "next_draft_token_ids", "next_draft_distributions", "next_draft_is_copy")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +151,7 @@ class VerifyVerdict(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAFT_IS_COPY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     status: VerdictStatus
@@ -159,7 +164,8 @@ class VerifyVerdict(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     next_draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     next_draft_distributions: _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., next_draft_token_ids: _Optional[_Iterable[int]] = ..., next_draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ...) -> None: ...
+    next_draft_is_copy: bool
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., status: _Optional[_Union[VerdictStatus, str]] = ..., message: _Optional[str] = ..., accepted: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.Features, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., next_draft_token_ids: _Optional[_Iterable[int]] = ..., next_draft_distributions: _Optional[_Iterable[_Union[_common_pb2.SparseDistribution, _Mapping]]] = ..., next_draft_is_copy: _Optional[bool] = ...) -> None: ...
 
 class VerifyTimings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "sampling_ns", "num_forwards", "draft_ns", "total_ns")

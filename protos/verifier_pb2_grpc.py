@@ -59,7 +59,7 @@ class VerifierServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request_iterator, context):
-        """Verifies micro-batches in order; one runs while the next is queued.
+        """Verifies micro-batches in order; one runs on each of the model's devices, one more is queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

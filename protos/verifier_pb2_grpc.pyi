@@ -36,7 +36,7 @@ class VerifierServiceStub:
     DescribeVerifier: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.DescribeVerifierRequest, _verifier_pb2.DescribeVerifierResponse]
     """Says what this verifier holds; called once, before Verify."""
     Verify: _grpc.StreamStreamMultiCallable[_verifier_pb2.VerifyRequest, _verifier_pb2.VerifyResponse]
-    """Verifies micro-batches in order; one runs while the next is queued."""
+    """Verifies micro-batches in order; one runs on each of the model's devices, one more is queued."""
 
 @_typing.type_check_only
 class VerifierServiceAsyncStub(VerifierServiceStub):
@@ -46,7 +46,7 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     DescribeVerifier: _aio.UnaryUnaryMultiCallable[_verifier_pb2.DescribeVerifierRequest, _verifier_pb2.DescribeVerifierResponse]  # type: ignore[assignment]
     """Says what this verifier holds; called once, before Verify."""
     Verify: _aio.StreamStreamMultiCallable[_verifier_pb2.VerifyRequest, _verifier_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Verifies micro-batches in order; one runs while the next is queued."""
+    """Verifies micro-batches in order; one runs on each of the model's devices, one more is queued."""
 
 class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves one target model. Sequences belong to the stream that opened them and end with it."""
@@ -65,6 +65,6 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_verifier_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.VerifyResponse], _abc.AsyncIterator[_verifier_pb2.VerifyResponse]]:
-        """Verifies micro-batches in order; one runs while the next is queued."""
+        """Verifies micro-batches in order; one runs on each of the model's devices, one more is queued."""
 
 def add_VerifierServiceServicer_to_server(servicer: VerifierServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -86,7 +86,7 @@ FLAGS = {
         "--dtype",
         "--threads",
     },
-    "serve": {"--config", "-c", "--address", "--port", "--http"},
+    "serve": {"--config", "-c", "--address", "--take-over", "--port", "--http"},
     "verifier": {"--config", "-c"},
     "drafter": {"--config", "-c", "--pool"},
     "orchestrator": {"--config", "-c", "--port"},

@@ -141,6 +141,31 @@ def test_actor_with_another_config_is_refused(cluster: RayCluster, tiny_llama: P
         RayCluster.start(make_config(tiny_llama, "shared", max_draft_tokens=7))
 
 
+def test_taking_over_replaces_and_ends_what_was_left(local_ray: None, tiny_llama: Path) -> None:
+    """After a kill and a change of config the next start would fail until somebody ends the old
+    actors by hand, and those of a pool that is gone would hold their GPUs for ever."""
+
+    def names() -> set[str]:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        return {each["name"] for each in actors if each["namespace"] == "taken"}
+
+    old = RayCluster.start(make_config(tiny_llama, "taken", replicas=2, max_replicas=2))
+    changed = make_config(tiny_llama, "taken", max_replicas=1, max_draft_tokens=7)
+    lines: list[str] = []
+    with RayCluster.start(changed, lines.append, takes_over=True) as cluster:
+        assert lines[:3] == [
+            "drafter-ngram-1: no longer in the config; ending it",
+            "verifier-0: found running",
+            "drafter-ngram-0: has another config or version; ending it",
+        ]
+        assert names() == {spec.replica_id for spec in cluster.replicas()}
+        assert names() == {"verifier-0", "drafter-ngram-0"}
+        with RayCluster.start(changed, lines.append):
+            assert "drafter-ngram-0: found running" in lines
+    assert names() == set()
+    old.stop()
+
+
 def test_missing_model_is_one_clear_error(local_ray: None, tmp_path: Path) -> None:
     """The start would hang, retry for ever, show Ray's traceback, or leave the other actors."""
     missing = tmp_path / "no-model"

@@ -92,6 +92,19 @@ def test_example_files_are_valid(path: Path) -> None:
             },
             "drafter_pools.a.min_replicas: an attached pool",
         ),
+        (
+            {"target": {"model": "x"}, "drafter_pools": [{**POOL, "max_branches": 4}]},
+            "drafter_pools.a.max_branches: kind 'ngram' cannot draft ahead",
+        ),
+        (
+            {
+                "target": {"model": "x"},
+                "drafter_pools": [
+                    {**POOL, "kind": "early_exit", "attached": True, "max_branches": 4}
+                ],
+            },
+            "drafter_pools.a.max_branches: an attached pool cannot draft ahead",
+        ),
     ],
 )
 def test_a_wrong_config_names_the_key(data: dict[str, Any], message: str) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from orchestrator.controller import Acceptance, Controller, Rate, VerifyCost
+from core.types import VerifyResult, VerifyTimings
+from orchestrator.controller import Acceptance, Controller, Rate
+from orchestrator.costs import BatchWork, DraftCost, RoundCosts, VerifyCost
 
 
 def _acceptance(rate: float) -> Acceptance:
@@ -11,71 +13,72 @@ def _acceptance(rate: float) -> Acceptance:
     return acceptance
 
 
-def _controller(costs: dict[int, float]) -> Controller:
+def _controller(costs: dict[tuple[int, int], float]) -> Controller:
     controller = Controller()
-    for _ in range(20):  # often enough for the line to lie on the points
-        for num_tokens, seconds in costs.items():
-            controller.cost.observe(num_tokens, seconds)
+    for _ in range(20):  # often enough for the plane to lie on the points
+        for (num_rows, num_drafts), seconds in costs.items():
+            controller.costs.verify.observe(num_rows, num_drafts, seconds)
     return controller
 
 
 def test_free_verification_takes_the_whole_draft() -> None:
     """On a device that waits for memory, more tokens cost nothing: draft as much as there is."""
-    controller = _controller({1: 0.010, 9: 0.010})
-    assert controller.allot([(_acceptance(0.5), 5)], num_rows=1, num_tokens=1) == [5]
+    controller = _controller({(1, 0): 0.010, (1, 8): 0.010})
+    assert controller.allot([(_acceptance(0.5), 5)], num_rows=1) == [5]
 
 
 def test_draft_is_left_out_where_it_cannot_pay() -> None:
     """Cost in proportion to tokens: a draft token must be accepted always to break even."""
-    controller = _controller({1: 0.010, 9: 0.090})
-    assert controller.allot([(_acceptance(0.9), 5)], num_rows=1, num_tokens=1) == [0]
+    controller = _controller({(1, 0): 0.010, (1, 8): 0.090})
+    assert controller.allot([(_acceptance(0.9), 5)], num_rows=1) == [0]
 
 
 def test_length_is_the_one_with_the_best_goodput() -> None:
     """Enumerated: 1 + .8 + .64 + ... tokens over 10 ms + 2 ms per draft token."""
-    controller = _controller({1: 0.010, 11: 0.030})
+    controller = _controller({(1, 0): 0.010, (1, 10): 0.030})
     expected = [sum(0.8**i for i in range(m + 1)) / (0.010 + 0.002 * m) for m in range(9)]
     best = max(range(9), key=lambda m: expected[m])
-    [chosen] = controller.allot([(_acceptance(0.8), 8)], num_rows=1, num_tokens=1)
+    [chosen] = controller.allot([(_acceptance(0.8), 8)], num_rows=1)
     assert abs(chosen - best) <= 1 and expected[chosen] > 0.99 * expected[best]
 
 
 def test_tokens_go_to_the_rows_that_use_them() -> None:
     """A batch shares its budget: a row that is always right gets what a bad one would waste."""
-    controller = _controller({2: 0.010, 12: 0.030})
-    good, bad = controller.allot([(_acceptance(0.95), 5), (_acceptance(0.1), 5)], 2, 2)
+    controller = _controller({(2, 0): 0.010, (2, 10): 0.030})
+    good, bad = controller.allot([(_acceptance(0.95), 5), (_acceptance(0.1), 5)], 2)
     assert (good, bad) == (5, 0)
 
 
 def test_switched_off_it_verifies_every_draft_whole() -> None:
     """The plain path stays beside the adaptive one."""
     controller = Controller(is_adaptive=False)
-    controller.cost.observe(1, 1.0)
-    controller.cost.observe(9, 9.0)
-    assert controller.allot([(_acceptance(0.1), 5), (_acceptance(0.1), 0)], 2, 2) == [5, 0]
+    controller.costs.verify.observe(1, 0, 1.0)
+    controller.costs.verify.observe(1, 8, 9.0)
+    assert controller.allot([(_acceptance(0.1), 5), (_acceptance(0.1), 0)], 2) == [5, 0]
 
 
 def test_unknown_costs_try_the_whole_draft() -> None:
     """Before the first measurement nothing speaks against a draft."""
-    assert Controller().allot([(_acceptance(0.5), 4)], 1, 1) == [4]
+    assert Controller().allot([(_acceptance(0.5), 4)], 1) == [4]
 
 
-def test_cost_is_the_line_through_the_measurements() -> None:
+def test_cost_is_the_plane_through_the_measurements() -> None:
     """A wrong slope drafts too much on a device that is busy, or too little on one that waits."""
     cost = VerifyCost()
     for _ in range(50):
-        for num_tokens in (1, 9, 17):
-            cost.observe(num_tokens, 0.010 + 0.001 * num_tokens)
-    assert cost.seconds(13) == pytest.approx(0.023, rel=0.02)
+        for rows, drafts in ((1, 0), (1, 8), (4, 0), (4, 16)):
+            cost.observe(rows, drafts, 0.010 + 0.002 * rows + 0.001 * drafts)
+    assert cost.seconds(2, 5) == pytest.approx(0.019, rel=0.02)
+    assert cost.seconds(8, 0) == pytest.approx(0.026, rel=0.03)
 
 
 def test_one_hiccup_does_not_end_drafting() -> None:
     """A size that was slow once must not be avoided for ever: it would never be measured again."""
-    controller = _controller({1: 0.010, 5: 0.0105})
-    controller.cost.observe(5, 3.0)
+    controller = _controller({(1, 0): 0.010, (1, 4): 0.0105})
+    controller.costs.verify.observe(1, 4, 3.0)
     for _ in range(60):
-        controller.cost.observe(1, 0.010)
-    assert controller.allot([(_acceptance(0.7), 4)], 1, 1) == [4]
+        controller.costs.verify.observe(1, 0, 0.010)
+    assert controller.allot([(_acceptance(0.7), 4)], 1) == [4]
 
 
 def test_acceptance_follows_history_and_forgives() -> None:
@@ -143,12 +146,51 @@ def test_drafts_that_are_never_right_cost_next_to_nothing(num_rows: int) -> None
         seconds = 0.0
         for _ in range(96):
             drafts = list(zip(sequences, lengths, strict=True))
-            taken = controller.allot(drafts, num_rows, num_rows)
+            taken = controller.allot(drafts, num_rows)
             round_s = 0.019 + 0.00125 * (num_rows + sum(taken))
-            controller.cost.observe(num_rows + sum(taken), round_s)
+            controller.costs.verify.observe(num_rows, sum(taken), round_s)
             seconds += round_s
             for sequence, length in zip(sequences, taken, strict=True):
                 sequence.observe(length, 0)
-            lengths = controller.allot([(s, 10) for s in sequences], num_rows, num_rows)
+            lengths = controller.allot([(s, 10) for s in sequences], num_rows)
         plain = 96 * (0.019 + 0.00125 * num_rows)
         assert plain / seconds > (0.95 if wave else 0.92)
+
+
+def test_drafts_beside_the_target_are_asked_for_while_they_pay() -> None:
+    """They take the target's time: free to verify, but not to make."""
+    controller = _controller({(1, 0): 0.010, (1, 8): 0.010})
+    wish = [(_acceptance(0.6), 5)]
+    assert controller.allot(wish, 1, is_near=[True]) == [5], "free until seen"
+    for _ in range(20):
+        controller.costs.draft.learn([0], 0.001)
+        controller.costs.draft.learn([5], 0.031)
+        controller.costs.draft.learn([1], 0.007)
+    assert controller.allot(wish, 1, is_near=[True]) == [0], "0.6 tokens more in 6 ms more"
+    assert controller.allot(wish, 1, is_near=[False]) == [5], "a remote one has time of its own"
+
+
+def test_one_step_for_many_rows_costs_less_than_many_for_one() -> None:
+    """Steps are sequential: two times eight tokens must not look like sixteen times one."""
+    cost = DraftCost()
+    for _ in range(50):
+        for steps, rows in ((1, 1), (3, 1), (1, 8), (2, 8)):
+            cost.learn([steps] * rows, 0.0015 * steps + 0.0002 * steps * rows)
+    assert cost.added(1, 8) == pytest.approx(0.0031, rel=0.05)
+    assert cost.added(3, 3) == pytest.approx(0.0051, rel=0.05)
+
+
+def test_long_prompts_are_read_in_chunks_that_streams_can_bear() -> None:
+    """A chunk takes at most what the slowdown leaves; at first nothing is known of prompts."""
+    costs = RoundCosts()
+    decoding, reading = BatchWork(4, 0, 0), BatchWork(4, 0, 100)
+    assert costs.chunk(4, 2.0) is None
+    for _ in range(10):
+        costs.observe(decoding, _took(0.020))
+    costs.observe(reading, _took(0.120))
+    assert costs.chunk(4, 2.0) == pytest.approx(20, abs=1)
+    assert costs.chunk(4, 3.0) == pytest.approx(40, abs=2)
+
+
+def _took(seconds: float) -> VerifyResult:
+    return VerifyResult(1, (), timings=VerifyTimings(forward_ns=int(1e9 * seconds), num_forwards=1))

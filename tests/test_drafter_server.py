@@ -5,7 +5,6 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +16,6 @@ from core.rpc import RunningServer, create_channel
 from core.types import (
     Branch,
     DraftClose,
-    DraftCommands,
     DraftCommit,
     DraftOpen,
     DraftPlans,
@@ -31,39 +29,10 @@ from drafter_service.drafters.ngram import NgramDrafter
 from drafter_service.engine import DrafterEngine
 from drafter_service.server import Worker, serve, serve_drafter
 from protos import drafter_pb2, drafter_pb2_grpc
+from tests.drafter_session import Session, frame
 
 NGRAM = DrafterPoolConfig(name="lookup", kind="ngram", max_draft_tokens=3)
 TOKENS = (1, 2, 3, 4, 1, 2)  # prompt lookup goes on with 3, 4, 1
-
-
-class Session:
-    """One stream to a drafter, in values."""
-
-    def __init__(self, address: str) -> None:
-        self._channel = create_channel(address)
-        stub = drafter_pb2_grpc.DrafterServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.call: Any = stub.Session()
-
-    async def send(self, *commands: DraftOpen | DraftCommit | DraftClose | DraftSent) -> None:
-        await self.call.write(wire.draft_commands_to_proto(frame(*commands)))
-
-    async def receive(self) -> DraftPlans:
-        response = await self.call.read()
-        assert response is not grpc.aio.EOF
-        return wire.draft_plans_from_proto(response)
-
-    async def close(self) -> None:
-        self.call.cancel()
-        await self._channel.close()
-
-
-def frame(*commands: DraftOpen | DraftCommit | DraftClose | DraftSent) -> DraftCommands:
-    return DraftCommands(
-        opens=tuple(c for c in commands if isinstance(c, DraftOpen)),
-        commits=tuple(c for c in commands if isinstance(c, DraftCommit)),
-        closes=tuple(c for c in commands if isinstance(c, DraftClose)),
-        sents=tuple(c for c in commands if isinstance(c, DraftSent)),
-    )
 
 
 def opened(sequence: int, token_ids: Sequence[int] = TOKENS, k: int = 3) -> DraftOpen:
@@ -134,7 +103,15 @@ async def test_the_handshake_says_what_it_is(server: RunningServer) -> None:
     info = wire.drafter_info_from_proto(message)
     assert message.protocol_version == PROTOCOL_VERSION
     assert (info.kind, info.identity.vocab_size, info.max_draft_tokens) == ("ngram", 0, 3)
-    assert info.instance_id and not info.has_distributions
+    assert info.instance_id and not info.has_distributions and not info.can_draft_ahead
+
+
+async def test_the_handshake_says_who_drafts_ahead(model_server: RunningServer) -> None:
+    """One that does is asked for nothing ahead if it does not say so."""
+    async with create_channel(model_server.address) as channel:
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)  # type: ignore[no-untyped-call]
+        message = await stub.DescribeDrafter(drafter_pb2.DescribeDrafterRequest())
+    assert wire.drafter_info_from_proto(message).can_draft_ahead
 
 
 async def test_gaps_old_generations_and_nonsense_leave_the_stream_alive(session: Session) -> None:
@@ -163,6 +140,25 @@ async def test_a_command_that_cannot_be_read_is_refused_alone(session: Session) 
     [need] = answer.need_opens
     assert (need.sequence, need.reason) == (1, NeedOpenReason.INVALID)
     assert "rule" in need.message and "99" in need.message
+
+
+async def test_a_refused_open_leaves_the_blocks_of_others(model_server: RunningServer) -> None:
+    """What stands at the target is told in the same frame: without it nothing is drafted ahead of
+    any sequence."""
+    session = Session(model_server.address)
+    await session.send(DraftOpen(7, 1, TOKENS, SamplingParams(), 3, 3, max_branches=5))
+    await session.receive()
+    request = wire.draft_commands_to_proto(
+        frame(opened(8), DraftSent(7, 1, 6, 3, 2), DraftSent(8, 1, 6, 0, 2))
+    )
+    request.opens[0].sampling.rule = 99  # type: ignore[assignment]
+    await session.call.write(request)
+    answers = [await session.receive()]
+    while not any(answer.plans for answer in answers):
+        answers.append(await session.receive())
+    assert {plan.sequence for plan in answers[-1].plans} == {7}
+    assert [need.sequence for answer in answers for need in answer.need_opens] == [8]
+    await session.close()
 
 
 async def test_streams_may_use_the_same_ids(server: RunningServer, session: Session) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import DrafterPoolConfig, ModelConfig
+from core.config import NEVER_AHEAD, DrafterPoolConfig, ModelConfig
 from core.drafter import AheadJob
 from core.errors import ConfigError
 from core.types import Rule, SamplingParams
@@ -181,7 +181,9 @@ def test_what_is_drafted_ahead_is_what_would_be_drafted(
     kept is gone on with."""
     drafter, tokens = make(), prompt(6, 30)
     if not drafter.can_draft_ahead:
+        assert drafter.kind in NEVER_AHEAD, "its max_branches are refused by no config"
         pytest.skip("cannot draft ahead")
+    assert drafter.kind not in NEVER_AHEAD
     [draft] = drafter.draft([replace(job(1, tokens, 4, sampling), num_guesses=3)])
     ahead = drafter.begin_ahead(
         AheadJob(1, tokens, draft.token_ids, 3, sampling, [2, 1, 1, 1, 2], num_guesses=3)

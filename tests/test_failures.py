@@ -9,7 +9,7 @@ import pytest
 
 from core.config import ModelConfig, VerifierConfig
 from core.errors import HandshakeError, OverloadedError
-from core.types import VerifyBatch, VerifyResult
+from core.types import VerifyBatch
 from drafter_service.server import serve_drafter
 from orchestrator.requests import Health
 from tests.harness import MODEL, Stack, pool, serving
@@ -17,6 +17,7 @@ from tests.policy import make_request
 from tests.tiny_models import TinyFactory, greedy_reference
 from verifier_service.engine import VerifierEngine
 from verifier_service.server import serve_verifier
+from verifier_service.work import Submission
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +193,14 @@ async def test_silent_verifier_is_given_up_and_found_again(
 ) -> None:
     """A verifier that neither answers nor dies must not hold its streams for ever."""
     silence = threading.Event()
-    verify = VerifierEngine.verify
+    submit = VerifierEngine.submit
 
-    def late(self: VerifierEngine, stream: int, batch: VerifyBatch) -> VerifyResult:
+    def late(self: VerifierEngine, stream: int, batch: VerifyBatch) -> Submission:
         silence.wait(60)
-        return verify(self, stream, batch)
+        return submit(self, stream, batch)
 
     async with serving(target, verify_timeout_s=0.2) as stack:
-        monkeypatch.setattr(VerifierEngine, "verify", late)
+        monkeypatch.setattr(VerifierEngine, "submit", late)
         task = asyncio.create_task(stack.run(make_request((1, 2, 3), 20)))
         await stack.engine._changes.until(lambda: stack.engine.status().verifiers[0].num_losses > 0)
         silence.set()

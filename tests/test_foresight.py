@@ -68,7 +68,7 @@ def waiting(wait_s: float, behind_draft: float, behind_nothing: float) -> Sequen
     row = sequence.next_row(3, 0)
     assert sequence.accept(Verdict(1, 3, accepted=0, token_ids=(4,)))
     sequence.commit((4,), row, 0)
-    sequence.acceptance = acceptance(0.8)
+    sequence.histories.model = acceptance(0.8)
     sequence.open_drafter("d", 4, 10.0, max_branches=8)
     sequence.foresight = foresight(behind_draft, behind_nothing)
     sequence.foresight.time(wait_s, wait_s / 2, 4)
@@ -78,7 +78,7 @@ def waiting(wait_s: float, behind_draft: float, behind_nothing: float) -> Sequen
 def scheduler() -> Scheduler:
     made = Scheduler(9, 0.25, 64)
     for _ in range(20):
-        made.controller.cost.observe(1, ROUND_S)
+        made.controller.costs.verify.observe(1, 0, ROUND_S)
     return made
 
 
@@ -88,6 +88,42 @@ def test_a_row_waits_for_what_is_worth_it_and_goes_where_it_is_not() -> None:
     assert not scheduler().select([waiting(0.005, 0.7, 0.9)], 100, 10.0).rows
     gone = scheduler().select([waiting(0.060, 0.7, 0.9)], 100, 10.0)
     assert [row.draft_token_ids for row in gone.rows] == [()]
+
+
+def test_a_row_that_was_not_waited_for_is_not_late() -> None:
+    """Counted as late, the rule's own choice would look like a lack of drafters."""
+    chosen, overdue = waiting(0.060, 0.7, 0.9), waiting(0.005, 0.7, 0.9)
+    assert scheduler().select([chosen], 100, 10.0).rows
+    assert scheduler().select([overdue], 100, 10.25).rows
+    assert chosen.stats.fallback_steps == {"prompt": 1, "not_waited_for": 1}
+    assert overdue.stats.fallback_steps == {"prompt": 1, "late": 1}
+
+
+@pytest.mark.parametrize("answer_s", [0.010, 0.036])
+def test_waits_come_back_when_the_drafter_does(
+    answer_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where waiting has stopped to pay, what the drafter says of blocks that are at the target, or
+    were decided meanwhile, is all that shows that it is fast again."""
+    sequence, now = waiting(0.200, 0.7, 0.9), 10.0
+    monkeypatch.setattr(sequence.foresight, "learn", lambda **_: None)
+    due: list[tuple[float, Plan]] = []
+    for _ in range(40):
+        if not scheduler().select([sequence], 100, now).rows:
+            return
+        told, row = sequence.draft_ahead(now), sequence.row
+        assert told is not None and row is not None
+        branch = Branch(0, 9, (7,) * told.next_draft_tokens)  # for an outcome that does not come
+        due.append((now + answer_s, Plan(1, 1, told.base_length, (branch,))))
+        now += ROUND_S
+        while due and due[0][0] < now:
+            at, plan = due.pop(0)
+            sequence.plans.time(plan, at, answer_s / 2, sequence.foresight)
+            sequence.take_plan(plan, 100)
+        assert sequence.accept(Verdict(1, row.position + 1, accepted=0, token_ids=(4,)))
+        sequence.commit((4,), row, 0)
+        sequence.commit_drafter((4,), now)
+    pytest.fail("no row waits any more")
 
 
 def test_many_rows_do_not_wait_for_one() -> None:

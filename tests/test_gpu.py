@@ -15,10 +15,11 @@ import torch
 from core.model import RaggedModel, Row
 from core.noise import uniform
 from core.sampling import draw, process_logits
-from core.types import Rule, SamplingParams
+from core.types import Rule, SamplingParams, VerifyBatch, VerifyOpen, VerifyRow
 from tests.test_families import load, truth
 from tests.test_noise import uniform_numpy
 from tests.tiny_models import SERVED, TinyFactory, load_reference, save_tiny
+from verifier_service.engine import VerifierEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,8 +78,34 @@ def test_layers_over_all_devices(tiny_llama: Path, tmp_path: Path) -> None:
     device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
     device_map |= dict.fromkeys(["model.layers.1", "model.layers.2", "model.norm", "lm_head"], last)
     model = load(tiny_llama, device_map=device_map, offload_folder=str(tmp_path))
+    assert model.num_stages == min(2, torch.cuda.device_count())
     check_ragged(model, tiny_llama)
     check_ragged(load(tiny_llama, device_map="auto"), tiny_llama)
+
+
+def test_submitting_waits_for_no_device(tiny_llama: Path) -> None:
+    """Breaks when something in a forward makes the host wait: sharded devices would take turns."""
+    last = torch.cuda.device_count() - 1
+    device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    device_map |= dict.fromkeys(["model.layers.1", "model.layers.2", "model.norm", "lm_head"], last)
+    model = load(tiny_llama, device_map=device_map)
+    model.num_stages = 2  # with one device too: nothing may wait there either
+    engine = VerifierEngine(model)
+    prompts = {i: TEXT[: 20 + i] for i in range(4)}
+    opens = tuple(VerifyOpen(i, SamplingParams(), 128) for i in prompts)
+    engine.verify(0, VerifyBatch(0, opens=opens))
+    rows = [VerifyRow(i, 0, tuple(prompt), (5, 6)) for i, prompt in prompts.items()]
+    engine.verify(0, VerifyBatch(1, tuple(rows)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = [VerifyBatch(2, tuple(rows[:2])), VerifyBatch(3, tuple(rows[2:]))]
+        submitted = [engine.submit(0, batch) for batch in batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    verdicts = [verdict for each in submitted for verdict in engine.complete(each).verdicts]
+    expected = truth(load_reference(tiny_llama))
+    for verdict, prompt in zip(verdicts, prompts.values(), strict=True):
+        assert verdict.token_ids[0] == expected(prompt, 1)[0].argmax().item()
 
 
 def test_throughput(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_stale_and_late_plans_are_dropped_and_counted() -> None:
     sequence.next_row(10, 10)
     assert not sequence.take_plan(Plan(1, 1, commit.base_length, (Branch(0, 5, (1,)),)), NUM_IDS)
     assert sequence.stats.plan_misses == {"stale": 1, "late": 2}
-    assert sequence.stats.fallback_steps["late"] == 1
+    assert sequence.stats.fallback_steps["not_waited_for"] == 1
 
 
 def test_ids_outside_the_vocabulary_never_reach_the_target() -> None:
@@ -117,6 +117,7 @@ def test_patience_halves_its_trust_each_time_a_plan_does_not_come() -> None:
             sequence.give_up_plan()
         _round(sequence, (), (5,), 0)
     assert waits == 6  # after pauses of 1, 2, 4, 8, 16 rounds
+    assert sequence.stats.fallback_steps["late"] == 6 + 31 + 3
 
 
 def test_last_token_asks_for_no_draft() -> None:

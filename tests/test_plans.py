@@ -83,7 +83,7 @@ def test_an_outcome_is_missed_once(is_told: bool) -> None:
     _decide(sequence, 0, 6)
     _take(sequence, base, Branch(3, 3, (34,)))
     assert sequence.stats.plan_misses == expected
-    assert sequence.stats.fallback_steps["late"] == 1
+    assert sequence.stats.fallback_steps["not_waited_for"] == 1
 
 
 def test_a_draft_that_was_asked_for_is_missed_once_too() -> None:
@@ -129,7 +129,7 @@ def test_only_the_drafters_own_block_is_drafted_ahead_of() -> None:
     _take(sequence, len(sequence.tokens), Branch(0, 6, (20,)))
     _decide(sequence, 0, 6)
     assert sequence.draft_at_hand() == (20,)
-    assert sequence.stats.fallback_steps == {"prompt": 1, "attached": 1, "late": 1}
+    assert sequence.stats.fallback_steps == {"prompt": 1, "attached": 1, "not_waited_for": 1}
 
 
 def test_the_drafters_branch_goes_before_the_fallbacks() -> None:

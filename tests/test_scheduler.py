@@ -89,6 +89,40 @@ def test_rows_in_flight_are_not_sent_again() -> None:
     assert not scheduler.select([sequence], 100, now=0.0).rows
 
 
+@pytest.mark.parametrize(("num_rows", "num_parts", "sizes"), [(8, 3, [3, 3, 2]), (2, 4, [1, 1])])
+def test_rows_are_divided_over_the_devices(num_rows: int, num_parts: int, sizes: list[int]) -> None:
+    """A batch with all rows leaves every device but one idle."""
+    scheduler, sequences = _scheduler(), [_decoding(i) for i in range(num_rows)]
+    batches = [scheduler.select(sequences, 100, 0.0, num_parts).rows for _ in range(num_parts)]
+    assert [len(rows) for rows in batches if rows] == sizes
+    assert sorted(row.sequence for rows in batches for row in rows) == list(range(num_rows))
+    for sequence in sequences:
+        sequence.row = None
+    assert len(scheduler.select(sequences, 100, 0.0).rows) == num_rows  # one device: as ever
+
+
+def test_a_share_of_ready_rows_waits_for_nobodys_plan() -> None:
+    """A device that stands idle for the plans of rows that belong to other batches."""
+    scheduler = _scheduler(patience_s=0.25)
+    sequences = [_decoding(i) for i in range(4)]
+    for slow in sequences[:3]:
+        slow.commit_drafter((4,), now=10.0)
+    assert scheduler.select(sequences, 100, 10.0, 2).wake_at == 10.25
+    sequences[1].num_wanted = 0
+    assert [row.sequence for row in scheduler.select(sequences, 100, 10.0, 2).rows] == [1, 3]
+    assert scheduler.select(sequences, 100, 10.0, 2).wake_at == 10.25
+    assert [row.sequence for row in scheduler.select(sequences, 100, 10.25, 2).rows] == [0, 2]
+
+
+def test_a_prompt_between_batches_that_decode_comes_in_chunks() -> None:
+    """Alone in its batch, a whole prompt would stand before the others on every device."""
+    scheduler = _scheduler(max_prefill_tokens=8)
+    decoding, prompt = _decoding(1), make_sequence(2, prompt=tuple(range(1, 60)))
+    prompt.assign_verifier("a")
+    assert scheduler.select([decoding], 40, 0.0, 2).rows
+    assert [row.num_tokens for row in scheduler.select([decoding, prompt], 40, 0.0, 2).rows] == [8]
+
+
 def test_pool_chooses_the_least_loaded_ready_replica() -> None:
     """A lost or full replica must get no sequence."""
     pool = _pool("a", slots=2)

@@ -17,7 +17,7 @@ from benchmarks.processes import BenchError
 from benchmarks.setting import DraftCost, Setting, TargetCost
 from benchmarks.simulate import Line, Policy, simulate, table, write
 from benchmarks.simulation_rows import _overhead
-from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target, staged
+from benchmarks.synthetic import SyntheticTarget, serve_drafter, serve_target
 from benchmarks.synthetic_drafter import SyntheticDrafter
 from benchmarks.texts import Text
 from core.drafter import AheadJob, Draft, DraftJob
@@ -127,15 +127,14 @@ def test_stages_work_side_by_side() -> None:
 
     async def main() -> list[float]:
         target = SyntheticTarget(_with(target=TargetCost(base_s=0.04, num_stages=4)))
-        threads, loop = virtual.VirtualThreads(4), asyncio.get_running_loop()
         opens = tuple(VerifyOpen(i, SamplingParams(seed=i), 99) for i in range(5))
-        target.verify(0, VerifyBatch(0, opens=opens))
+        target.complete(target.submit(0, VerifyBatch(0, opens=opens)))
         batches = [VerifyBatch(i, (VerifyRow(i, 0, (7,)),)) for i in range(5)]
-        jobs = [loop.run_in_executor(threads, target.verify, 0, batch) for batch in batches]
         ends = []
-        for job in jobs:
-            await job
+        for submitted in [target.submit(0, batch) for batch in batches]:
+            await asyncio.to_thread(submitted.wait)
             ends.append(time.perf_counter())
+            assert target.complete(submitted).timings.forward_ns == round(ends[-1] * 1e9)
         return ends
 
     assert virtual.run(main) == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.08])
@@ -148,18 +147,17 @@ def test_a_served_target_runs_a_batch_per_stage() -> None:
         setting = _with(num_drafters=0, target=TargetCost(base_s=0.02, num_stages=num_stages))
 
         async def world() -> float:
-            with staged(num_stages):
-                server = await serve_target(SyntheticTarget(setting))
-                connect = lambda _: DelayedChannel(server, Link())  # noqa: E731
-                engines = [engine_of(setting, [spec("t", "", "", connect)]) for _ in range(2)]
-                for engine in engines:
-                    await engine.start()
-                begin = time.perf_counter()
-                await asyncio.gather(*(drive(engine, setting) for engine in engines))
-                end = time.perf_counter()
-                for engine in engines:
-                    await engine.stop()
-                return end - begin
+            server = await serve_target(SyntheticTarget(setting))
+            connect = lambda _: DelayedChannel(server, Link())  # noqa: E731
+            engines = [engine_of(setting, [spec("t", "", "", connect)]) for _ in range(2)]
+            for engine in engines:
+                await engine.start()
+            begin = time.perf_counter()
+            await asyncio.gather(*(drive(engine, setting) for engine in engines))
+            end = time.perf_counter()
+            for engine in engines:
+                await engine.stop()
+            return end - begin
 
         return virtual.run(world)
 

@@ -110,12 +110,12 @@ class AttachedDrafters:
         sequence = work.sequence
         attached = self._attached[sequence.attached]
         token_ids = [*self._model.cache.token_ids(sequence.key), *verdict.token_ids[-1:]]
-        wanted = min(work.row.next_draft_tokens, attached.info.max_draft_tokens)
-        for limit in (attached.drafter.max_length, sequence.max_length):
-            wanted = min(wanted, limit - len(token_ids)) if limit else wanted
-        if work.row.partial:
-            wanted = 0
-        if wanted <= 0 and sequence.tap is None:
+        limits = (attached.drafter.max_length, sequence.max_length)
+        room = min(limit - len(token_ids) for limit in limits if limit)
+        room = 0 if work.row.partial else max(0, min(room, attached.info.max_draft_tokens))
+        wanted = min(work.row.next_draft_tokens, room)
+        copies = min(work.row.next_copy_tokens, room)
+        if wanted == copies == 0 and sequence.tap is None:
             return None
         features = None
         if sequence.tap is not None:
@@ -127,10 +127,11 @@ class AttachedDrafters:
         job = DraftJob(
             sequence.key,
             token_ids,
-            max(0, wanted),
+            wanted,
             sequence.drawer.params,
             num_unchanged=min(sequence.num_seen, len(token_ids)),
             features=features,
+            num_copy_tokens=copies,
         )
         sequence.num_seen = len(token_ids)
         return job
@@ -146,7 +147,8 @@ class AttachedDrafters:
                 work.sequence.attached, work.sequence.tap = "", None
             return
         for (work, job), draft in zip(batch, drafts, strict=True):
-            work.verdict = _with_draft(work.end(), draft.cut(job.num_draft_tokens))
+            most = job.num_lookup_tokens if draft.is_copy else job.num_draft_tokens
+            work.verdict = _with_draft(work.end(), draft.cut(most))
 
 
 def _num_kept(work: Work, verdict: Verdict) -> int:
@@ -159,4 +161,5 @@ def _with_draft(verdict: Verdict, draft: Draft) -> Verdict:
         verdict,
         next_draft_token_ids=draft.token_ids,
         next_draft_distributions=draft.distributions,
+        next_draft_is_copy=draft.is_copy,
     )

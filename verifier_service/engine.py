@@ -10,25 +10,20 @@ draft through the target, let the rule decide, and keep what was accepted.
     next row's new_token_ids.
 
 A row that cannot be verified gets a verdict that says why, and never disturbs the others. Nothing
-is remembered of a row, so repeating one gives the same verdict. Knows nothing of asyncio, gRPC,
-streams' lifetimes or the rule itself; all methods run in one thread.
+is remembered of a row, so repeating one gives the same verdict. On a target over several devices
+the next batches are submitted while one is under way (`submit`, `complete`). Knows nothing of
+asyncio, gRPC, streams' lifetimes or the rule itself; all methods run in one thread.
 """
 
 import itertools
 import secrets
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
 from typing import Final
 
-import torch
-from torch import Tensor
-
 from core.constraints import ConstraintCompiler
-from core.errors import ForerunError, InvalidRequestError
+from core.errors import InvalidRequestError
 from core.kv_cache import NoSlotError
-from core.model import RaggedModel, Row
-from core.params import TokenLogprobs
+from core.model import RaggedModel
 from core.types import (
     OpenFailure,
     Verdict,
@@ -42,21 +37,12 @@ from core.types import (
 )
 from verifier_service.attached import AttachedDrafters
 from verifier_service.checks import check_open, check_row
-from verifier_service.drawing import Draw, Drawer, PromptReader, decide
-from verifier_service.rules import Outcome
-from verifier_service.work import OpenSequence, Work, plan_forward, refusal
+from verifier_service.drawing import Drawer, PromptReader
+from verifier_service.forwards import Clock, Forwards
+from verifier_service.work import OpenSequence, Submission, Work, refusal, sequences_of
 
 #: Fewer new tokens are computed sooner than a prefix is looked for.
 _MIN_REUSE_TOKENS: Final = 16
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Nanoseconds and forwards of the batch in hand."""
-
-    forward_ns: int = 0
-    sampling_ns: int = 0
-    num_forwards: int = 0
 
 
 class VerifierEngine:
@@ -72,6 +58,8 @@ class VerifierEngine:
         self._model = model
         self._compiler = compiler
         self._attached = attached or AttachedDrafters(model)
+        self._forwards = Forwards(model, self._attached)
+        self._submitted: deque[Submission] = deque()
         self._streams: dict[int, dict[int, OpenSequence]] = {}
         self._keys = itertools.count()
         self.info = VerifierInfo(
@@ -84,6 +72,7 @@ class VerifierEngine:
             instance_id=secrets.token_hex(8),
             tokenizer_size=model.tokenizer_size,
             attached=self._attached.infos,
+            num_stages=model.num_stages,
         )
 
     @property
@@ -93,30 +82,60 @@ class VerifierEngine:
 
     def verify(self, stream: int, batch: VerifyBatch) -> VerifyResult:
         """Apply closes, then opens, then verify the rows, all of them in the fewest forwards."""
+        return self.complete(self.submit(stream, batch))
+
+    def submit(self, stream: int, batch: VerifyBatch) -> Submission:
+        """Begin to verify a batch: nothing is read from the devices, so that they can work on it
+        and on batches submitted before. These are completed first where there are as many as the
+        target has stages, or where they have to do with the same sequences."""
+        touched = sequences_of(batch)
+        while len(self._submitted) >= self._model.num_stages or any(
+            each.touches(stream, touched) for each in self._submitted
+        ):
+            self._complete_oldest()
         sequences = self._streams.setdefault(stream, {})
         for sequence in batch.closes:
             self._close(sequences, sequence)
         failures = [self._open(sequences, open_) for open_ in batch.opens]
         seen: set[int] = set()
         items = [self._admit(sequences, row, seen) for row in batch.rows]
-        clock = _Clock()
-        works = [item for item in items if isinstance(item, Work)]
-        self._run(works, clock)
-        draft_ns = self._attached.finish(works)
-        return VerifyResult(
-            batch=batch.batch,
-            verdicts=tuple([item if isinstance(item, Verdict) else item.end() for item in items]),
-            open_failures=tuple([failure for failure in failures if failure is not None]),
-            timings=VerifyTimings(
-                0, clock.forward_ns, clock.sampling_ns, clock.num_forwards, draft_ns
-            ),
-        )
+        launch = self._forwards.launch([item for item in items if isinstance(item, Work)])
+        known = tuple([failure for failure in failures if failure is not None])
+        self._submitted.append(submission := Submission(stream, batch, items, known, launch))
+        return submission
+
+    def complete(self, submission: Submission) -> VerifyResult:
+        """The verdicts on a submitted batch; those submitted before it are completed first."""
+        while not submission.result.done():
+            self._complete_oldest()
+        return submission.result.result()
 
     def close_stream(self, stream: int) -> None:
         """Free everything that a stream opened."""
+        while any(each.stream == stream for each in self._submitted):
+            self._complete_oldest()
         sequences = self._streams.pop(stream, {})
         for sequence in list(sequences):
             self._close(sequences, sequence)
+
+    def _complete_oldest(self) -> None:
+        submission = self._submitted.popleft()
+        try:
+            submission.result.set_result(self._complete(submission))
+        except Exception as error:  # the boundary to a batch: who asks for this one gets it
+            submission.result.set_exception(error)
+
+    def _complete(self, submission: Submission) -> VerifyResult:
+        clock, works = Clock(), submission.works
+        self._forwards.finish(submission.launch, works, clock)
+        draft_ns = self._attached.finish(works)
+        spent = (clock.forward_ns, clock.sampling_ns, clock.num_forwards, draft_ns)
+        return VerifyResult(
+            batch=submission.batch.batch,
+            verdicts=tuple([i if isinstance(i, Verdict) else i.end() for i in submission.items]),
+            open_failures=submission.open_failures,
+            timings=VerifyTimings(0, *spent),
+        )
 
     # ------------------------------------------------------------ sequences
 
@@ -182,118 +201,3 @@ class VerifierEngine:
             work.cached = self._model.reuse_prefix(sequence.key, row.new_token_ids)
             work.done = work.cached
         return work
-
-    # ------------------------------------------------------------ forwards
-
-    def _run(self, works: list[Work], clock: _Clock) -> None:
-        """Set the verdict of every work."""
-        # Short rows first: a long prompt is what gets split, and decoding rows ride along.
-        pending = sorted(works, key=lambda work: work.num_left)
-        while pending:
-            self._forward(plan_forward(pending, self._model.max_batch_tokens), clock)
-            pending = [work for work in pending if work.verdict is None]
-
-    def _forward(self, chunks: list[tuple[Work, int]], clock: _Clock) -> None:
-        """Run chunks, (work, number of its next tokens) each, and decide the works that end."""
-        rows = [
-            Row(
-                work.sequence.key,
-                work.row.position + work.done,
-                work.tokens[work.done : work.done + size],
-                work.num_logits(size),
-            )
-            for work, size in chunks
-        ]
-        failure = ""
-        begin = time.perf_counter_ns()
-        try:
-            logits = self._model.forward(rows)
-            if logits.device.type != "cpu":  # or the rule's time would hold the forward's
-                torch.accelerator.synchronize(logits.device)
-        except (RuntimeError, ForerunError) as error:
-            failure = f"the target failed: {error}"
-        clock.forward_ns += time.perf_counter_ns() - begin
-        clock.num_forwards += 1
-        if failure and len(chunks) == 1:
-            self._fail(chunks[0][0], failure)
-            return
-        if failure:  # find the guilty row: the others must not pay for it
-            for chunk in chunks:
-                self._forward([chunk], clock)
-            return
-        begin = time.perf_counter_ns()
-        with torch.inference_mode():
-            self._attached.read([work for work, _ in chunks])
-            self._decide(chunks, self._read(chunks, logits))
-        clock.sampling_ns += time.perf_counter_ns() - begin
-
-    def _read(self, chunks: list[tuple[Work, int]], logits: Tensor) -> Tensor:
-        """Report the prompts that are read, and count every chunk as done.
-
-        Returns the logits the rule needs: all that there are, when no prompt is reported.
-        """
-        kept = []
-        first = 0
-        for work, size in chunks:
-            rows = logits[first : first + work.num_logits(size)]
-            first += len(rows)
-            reader, new = work.sequence.reader, work.row.new_token_ids[work.done :][:size]
-            if reader is not None:
-                valid = rows[: len(new), : self._model.tokenizer_size]
-                work.prompt_logprobs += reader.read(valid, new)
-            if size == work.num_left:
-                kept.append(rows[len(rows) - work.num_drawn :])
-            work.done += size
-        whole = sum(map(len, kept)) == len(logits)
-        return logits if whole else torch.cat(kept or [logits[:0]])
-
-    def _decide(self, chunks: list[tuple[Work, int]], logits: Tensor) -> None:
-        """End the works that are done: let the rule decide those that draw."""
-        ended = [work for work, _ in chunks if work.num_left == 0]
-        drawn = [work for work in ended if not work.row.partial]
-        for work in ended:
-            if work.row.partial:
-                work.verdict = self._verdict(work, 0, (), ())
-        for work, (outcome, report) in zip(drawn, self._draw(drawn, logits), strict=True):
-            if outcome.failure:
-                self._fail(work, outcome.failure)
-                continue
-            self._model.truncate(work.sequence.key, work.start + outcome.accepted)
-            work.verdict = self._verdict(work, outcome.accepted, outcome.token_ids, report)
-            work.sequence.reader = None
-
-    def _draw(
-        self, works: list[Work], logits: Tensor
-    ) -> list[tuple[Outcome, tuple[TokenLogprobs, ...]]]:
-        draws = []
-        for work in works:
-            drawer, row = work.sequence.drawer, work.row
-            prefix: Sequence[int] = ()
-            if drawer.needs_prefix:
-                prefix = self._model.cache.token_ids(work.sequence.key)[: work.start]
-                drawer.sync(prefix, row.position)
-            draws.append(
-                Draw(drawer, work.start, row.draft_token_ids, row.draft_distributions, prefix)
-            )
-        return decide(logits, draws, self._model.tokenizer_size) if draws else []
-
-    def _verdict(
-        self,
-        work: Work,
-        accepted: int,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-    ) -> Verdict:
-        return Verdict(
-            sequence=work.row.sequence,
-            position=work.start,
-            accepted=accepted,
-            token_ids=token_ids,
-            cached_tokens=work.cached,
-            logprobs=logprobs,
-            prompt_logprobs=work.prompt_logprobs,
-        )
-
-    def _fail(self, work: Work, message: str) -> None:
-        self._model.truncate(work.sequence.key, work.row.position)
-        work.verdict = refusal(work.row, VerdictStatus.INVALID, message)

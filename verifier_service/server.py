@@ -4,9 +4,11 @@
     stream B ── reader ─┴▶ the worker's queue, FIFO ──┴─▶ writer B
                            (one batch runs)
 
-A reader takes a batch off its stream only while the stream has fewer than two under way: one that
-runs and one that waits, so the target never waits for the orchestrator and no stream can flood
-it. A stream's sequences end with it, however it ends. Knows nothing of models and rules.
+With a target over several devices one batch runs on each: the worker submits the next one while
+another thread waits for the devices. A reader takes a batch off its stream only while the stream
+has not more under way than can run: one more waits, so the target never waits for the orchestrator
+and no stream can flood it. A stream's sequences end with it, however it ends. Knows nothing of
+models and rules.
 """
 
 import asyncio
@@ -39,9 +41,9 @@ from core.wire import (
 from protos import verifier_pb2, verifier_pb2_grpc
 from verifier_service.attached import Attach, AttachedDrafters
 from verifier_service.engine import VerifierEngine
+from verifier_service.work import Submission
 
 SERVICE_NAME: Final = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
-_MAX_UNDER_WAY: Final = 2
 
 #: A batch, when it arrived (nanoseconds), and what will become of it.
 _UnderWay = tuple[VerifyBatch, int, "asyncio.Future[VerifyResult]"]
@@ -115,6 +117,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._spans = SequenceSpans(tracer or NoOpTracer(), "verify")
         self._worker = worker
         self._metrics = metrics
+        self._num_stages = engine.info.num_stages
+        self._stages = asyncio.Semaphore(self._num_stages)
         self._streams = itertools.count()
 
     async def DescribeVerifier(
@@ -132,7 +136,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """
         stream = next(self._streams)
         under_way: asyncio.Queue[_UnderWay | None] = asyncio.Queue()
-        room = asyncio.Semaphore(_MAX_UNDER_WAY)
+        room = asyncio.Semaphore(self._num_stages + 1)
         reader = asyncio.create_task(self._read(stream, requests, under_way, room))
         try:
             while (item := await under_way.get()) is not None:
@@ -162,22 +166,42 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         room: asyncio.Semaphore,
     ) -> None:
         loop = asyncio.get_running_loop()
+        future: asyncio.Future[VerifyResult]
         try:
             async for request in requests:
                 arrived_ns = time.perf_counter_ns()
                 batch = verify_batch_from_proto(request)
                 self._spans.apply(stream, request.opens, request.closes)
                 await room.acquire()
-                future = loop.run_in_executor(self._worker, self._verify, stream, batch, arrived_ns)
+                if self._num_stages > 1:
+                    future = loop.create_task(self._pass_stages(stream, batch, arrived_ns))
+                else:
+                    future = loop.run_in_executor(
+                        self._worker, self._verify, stream, batch, arrived_ns
+                    )
                 under_way.put_nowait((batch, arrived_ns, future))
         finally:
             under_way.put_nowait(None)
 
+    async def _pass_stages(self, stream: int, batch: VerifyBatch, arrived_ns: int) -> VerifyResult:
+        """Verify a batch beside those that are on other devices; batches keep their order."""
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._worker)
+        async with self._stages:
+            submission, queue_ns = await run(self._submit, stream, batch, arrived_ns)
+            await asyncio.to_thread(submission.wait)
+            return await run(self._complete, submission, queue_ns)
+
     # ------------------------------------------------------------ in the worker
 
     def _verify(self, stream: int, batch: VerifyBatch, arrived_ns: int) -> VerifyResult:
+        return self._complete(*self._submit(stream, batch, arrived_ns))
+
+    def _submit(self, stream: int, batch: VerifyBatch, arrived_ns: int) -> tuple[Submission, int]:
         queue_ns = time.perf_counter_ns() - arrived_ns
-        result = self._engine.verify(stream, batch)
+        return self._engine.submit(stream, batch), queue_ns
+
+    def _complete(self, submission: Submission, queue_ns: int) -> VerifyResult:
+        result = self._engine.complete(submission)
         self._metrics.set_open(self._engine.num_open)
         timings = dataclasses.replace(result.timings, queue_ns=queue_ns)
         return dataclasses.replace(result, timings=timings)

@@ -1,18 +1,22 @@
-"""Open sequences and rows under way: the verifier engine's bookkeeping, and how a batch is split.
+"""Open sequences, rows and batches under way: the verifier engine's bookkeeping, and how a batch is
+split.
 
 Knows nothing of models, forwards or rules.
 """
 
+import contextlib
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.params import TokenLogprobs
-from core.types import Verdict, VerdictStatus, VerifyRow
+from core.types import OpenFailure, Verdict, VerdictStatus, VerifyBatch, VerifyResult, VerifyRow
 from verifier_service.drawing import Drawer, PromptReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Event, Tensor
 
     from core.features import FeatureTap
 
@@ -45,7 +49,10 @@ class OpenSequence:
 
 @dataclass(slots=True)
 class Work:
-    """A sound row on its way through the target; `done` of its tokens are in the cache."""
+    """A sound row on its way through the target; `done` of its tokens are in the cache.
+
+    values: what its taps read, of the `num_read` forwards that have been looked at.
+    """
 
     row: VerifyRow
     sequence: OpenSequence
@@ -55,6 +62,7 @@ class Work:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     verdict: Verdict | None = None
     values: "dict[FeatureTap, list[Tensor]]" = field(default_factory=dict)
+    num_read: int = 0
 
     @property
     def num_left(self) -> int:
@@ -81,6 +89,64 @@ class Work:
         """The verdict of a work that was run."""
         assert self.verdict is not None
         return self.verdict
+
+
+@dataclass(slots=True)
+class Launch:
+    """A forward that was submitted to the devices: of chunks, (work, number of its next tokens).
+
+    logits: what comes out, None if it failed at once. end: when it has; None where that is now.
+    """
+
+    chunks: list[tuple[Work, int]]
+    begin_ns: int
+    logits: "Tensor | None" = None
+    failure: str = ""
+    end: "Event | None" = None
+    end_ns: int = 0
+
+    def wait(self) -> None:
+        """Return when the devices are through with it; in any thread. Raises RuntimeError when
+        they fail."""
+        if self.end is not None:
+            self.end.synchronize()
+        self.end_ns = self.end_ns or time.perf_counter_ns()
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """A batch whose first forward was submitted; `result` has what came of it.
+
+    items: for each row its work, or the verdict that it cannot be verified.
+    """
+
+    stream: int
+    batch: VerifyBatch
+    items: list[Work | Verdict]
+    open_failures: tuple[OpenFailure, ...]
+    launch: Launch | None
+    result: "Future[VerifyResult]" = field(default_factory=Future)
+
+    @property
+    def works(self) -> list[Work]:
+        """The rows that are verified."""
+        return [item for item in self.items if isinstance(item, Work)]
+
+    def touches(self, stream: int, sequences: set[int]) -> bool:
+        """Whether it has to do with one of these sequences of a stream."""
+        return stream == self.stream and not sequences.isdisjoint(sequences_of(self.batch))
+
+    def wait(self) -> None:
+        """Return when the devices are through with the first forward, or failed; in any thread."""
+        if self.launch is not None:
+            with contextlib.suppress(RuntimeError):  # who completes it will meet it again
+                self.launch.wait()
+
+
+def sequences_of(batch: VerifyBatch) -> set[int]:
+    """All sequences that a batch has to do with."""
+    rows = {row.sequence for row in batch.rows}
+    return rows.union(batch.closes, (open_.sequence for open_ in batch.opens))
 
 
 def plan_forward(works: Sequence[Work], max_tokens: int) -> list[tuple[Work, int]]:

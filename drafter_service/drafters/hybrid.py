@@ -101,10 +101,10 @@ class HybridDrafter(Drafter):
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[Draft]:
         """See `Drafter.draft`. Raises what the inner kind raises."""
-        found = self._lookup.draft(jobs)
+        found = self._lookup.draft([_for_lookup(job) for job in jobs])
         drafts = [self._as_asked(job, draft) for job, draft in zip(jobs, found, strict=True)]
         asked = [self._for_inner(job, draft) for job, draft in zip(jobs, drafts, strict=True)]
-        if not any(map(_is_due, jobs, asked)):
+        if not any(map(_is_due, jobs, asked, drafts)):
             self._unchanged.update((job.sequence, job.num_unchanged) for job in asked)
             return drafts
         made = self._inner.draft(asked)
@@ -122,10 +122,10 @@ class HybridDrafter(Drafter):
         rule = job.sampling.rule
         if rule is Rule.ENSEMBLE:
             return Draft()
-        if not (self.has_distributions and rule.needs_distributions):
-            return draft
-        certain = (SparseDistribution((token_id,), (1.0,)) for token_id in draft.token_ids)
-        return Draft(draft.token_ids, tuple(certain))
+        certain: tuple[SparseDistribution, ...] = ()
+        if self.has_distributions and rule.needs_distributions:
+            certain = tuple([SparseDistribution((token,), (1.0,)) for token in draft.token_ids])
+        return Draft(draft.token_ids, certain, is_copy=True)
 
     def _for_inner(self, job: DraftJob, draft: Draft) -> DraftJob:
         """The job as the inner kind gets it: to catch up only, where the lookup has drafted."""
@@ -137,12 +137,17 @@ class HybridDrafter(Drafter):
         )
 
 
-def _is_due(job: DraftJob, asked: DraftJob) -> bool:
+def _for_lookup(job: DraftJob) -> DraftJob:
+    return replace(job, num_draft_tokens=job.num_lookup_tokens)
+
+
+def _is_due(job: DraftJob, asked: DraftJob, copy: Draft) -> bool:
     """Whether the inner kind must run for a job: to draft, to read a prompt when the engine wants
     it read, to hear what it is told once only, or because too much is owed to it."""
     num_owed = len(asked.token_ids) - asked.num_unchanged
-    has_drafted = job.num_draft_tokens > asked.num_draft_tokens == 0
-    return not has_drafted or asked.features is not None or num_owed > _MAX_OWED_TOKENS
+    is_only_reading = job.num_lookup_tokens == 0
+    is_due = asked.num_draft_tokens > 0 or is_only_reading or num_owed > _MAX_OWED_TOKENS
+    return is_due or asked.features is not None
 
 
 def create_hybrid(config: DrafterPoolConfig) -> HybridDrafter:

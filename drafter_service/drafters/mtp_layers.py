@@ -15,7 +15,7 @@ drafts, are run again with the next draft, from hidden states that are held as l
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from pydantic import Field
@@ -44,17 +44,25 @@ class MtpLayersOptions(DrafterOptions):
     top_q: int = Field(64, ge=1)
 
 
+#: A sequence that is not drafted for is caught up when so many tokens are owed: they cost less
+#: together, and nothing if no draft is asked for again.
+_MAX_OWED_TOKENS = 64
+
+
 @dataclass(slots=True)
 class _Held:
-    """The target's hidden states `[n, D]` of the positions from `start` on."""
+    """The target's hidden states `[n, D]` of the positions from `start` on, and what was told of
+    those behind them, `[m, F]` together."""
 
     start: int
     hidden: Tensor | None = None
+    told: list[Tensor] = field(default_factory=list)
 
     @property
     def stop(self) -> int:
         """Positions from here on have none."""
-        return self.start + (0 if self.hidden is None else len(self.hidden))
+        num_hidden = 0 if self.hidden is None else len(self.hidden)
+        return self.start + num_hidden + sum(map(len, self.told))
 
     def between(self, start: int, stop: int) -> Tensor:
         """Those of some positions."""
@@ -117,6 +125,8 @@ class MtpLayersDrafter(Drafter):
             for draft in drafts
             if not draft.is_done and self._held[draft.job.sequence].stop  # else nothing is known
         ]
+        jobs = [job for job in jobs if self._is_due(job)]
+        self._fuse([self._held[job.sequence] for job in jobs])
         max_rows = max(1, self._layers.max_batch_tokens // self._layers.num_layers)
         num_rows = max(1, min(len(drawing), max_rows))
         self._catch_up(jobs, self._layers.max_batch_tokens // num_rows)
@@ -146,10 +156,25 @@ class MtpLayersDrafter(Drafter):
                 raise InvalidRequestError("features", f"{ours} values per token, told were {width}")
             if features.position != held.stop:
                 raise MissingFeaturesError(f"told of {features.position}, held {held.stop}")
-            hidden = self._layers.hidden(features.values)
-            held.hidden = hidden if held.hidden is None else torch.cat([held.hidden, hidden])
+            held.told.append(features.values)
         if job.num_draft_tokens and held.stop != len(job.token_ids) - 1:
             raise MissingFeaturesError(f"{len(job.token_ids)} tokens, {held.stop} told")
+
+    def _is_due(self, job: DraftJob) -> bool:
+        num_owed = self._held[job.sequence].stop - self._num_right(job)
+        return job.num_draft_tokens > 0 or num_owed > _MAX_OWED_TOKENS
+
+    def _fuse(self, due: Sequence[_Held]) -> None:
+        """Turn what was told into hidden states, of all sequences at once."""
+        due = [held for held in due if held.told]
+        if not due:
+            return
+        sizes = [sum(map(len, held.told)) for held in due]
+        fused = self._layers.hidden(torch.cat([part for held in due for part in held.told]))
+        parts: Sequence[Tensor] = fused.split(sizes)  # type: ignore[no-untyped-call]
+        for held, hidden in zip(due, parts, strict=True):
+            held.hidden = hidden if held.hidden is None else torch.cat([held.hidden, hidden])
+            held.told.clear()
 
     def _catch_up(self, jobs: Sequence[DraftJob], share: int) -> None:
         """Run every depth over what is committed at every depth, but for the last index, which a

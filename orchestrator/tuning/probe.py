@@ -156,7 +156,10 @@ async def _serving(
         drafter = await serve(_Instant(), _POOL)
         cleanup.push_async_callback(drafter.stop, 0)
         settings = OrchestratorConfig(
-            adaptive_draft_length=False, draft_wait_ms=_PATIENCE_MS, max_queue=rows
+            adaptive_draft_length=False,
+            draft_wait_ms=_PATIENCE_MS,
+            max_queue=rows,
+            max_in_flight=1,  # what is measured is the time between two batches
         )
         specs = [_spec("verifier", "", target.address), _spec("drafter", "probe", drafter.address)]
         engine = Engine(settings, [_POOL], specs)
