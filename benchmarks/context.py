@@ -141,6 +141,11 @@ class Bench:
             conversations.append(ids[: self.scale.max_prompt_tokens])
         return conversations
 
+    @property
+    def default_pool(self) -> str:
+        """Name of the pool for requests that name none."""
+        return self.config.orchestrator.default_pool or self.config.drafter_pools[0].name
+
     def pool(self, kind: str) -> str:
         """Name of the first drafter pool of a kind. Raises BenchError."""
         for pool in self.config.drafter_pools:

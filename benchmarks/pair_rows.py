@@ -2,9 +2,9 @@
 
 The pool is the configuration's `default_pool`. Greedy, end tokens ignored, the same number of
 tokens on both sides. transformers cannot assist with a layer on the target's hidden states: its
-assisted generation has prompt lookup and, as an assistant, the embedded target with fewer tokens
-and layers, and counts with what is fastest of these. One row is about the streams that run while
-long prompts arrive.
+assisted generation is held against ours with a small model that both can use, and, with whatever
+is fastest for it, against the default pool. One row is about the streams that run while long
+prompts arrive.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from benchmarks.prompts import MIXED
 from benchmarks.registry import Measurement, row
 from benchmarks.serving_rows import eight_clients, lookup_seconds, one_client
 from benchmarks.stack import Stack
+from core.config import DrafterPoolConfig
 from core.embedded import resolve_model
 
 _LOOKUPS = (2, 3, 5, 8, 10)
@@ -28,26 +29,21 @@ _NUM_STREAMS = 4
 _NUM_ARRIVALS = 2
 
 
-def _pool(bench: Bench) -> str:
-    """The pool for requests that name none."""
-    return bench.config.orchestrator.default_pool or bench.config.drafter_pools[0].name
-
-
 @row("never_below_plain_worst", unit="tokens/s", at_least=0.95)
 async def never_below_plain_worst(bench: Bench) -> Measurement:
-    """The default pool against our own plain decoding: the worst of 1 to 32 clients."""
-    stack, pool = await bench.stack(), _pool(bench)
+    """The default pool against our own plain decoding: the worst of 1 to 32 clients, counted while
+    all of them are served."""
+    stack, pool = await bench.stack(), bench.default_pool
     is_quick = bench.scale.num_runs == 1
     num_tokens = max(1, bench.scale.num_new_tokens // 2)
     measured: dict[int, tuple[list[float], list[float]]] = {}
     for num_clients in _CLIENTS[: 2 if is_quick else None]:
         speeds = measured[num_clients] = ([], [])
-        tasks = list(itertools.islice(itertools.cycle(MIXED), max(4, num_clients)))
+        tasks = list(itertools.islice(itertools.cycle(MIXED), max(8, 2 * num_clients)))
         for _ in range(max(1, bench.scale.num_runs - 1)):
             for each, drafter in zip(speeds, (pool, ""), strict=True):
-                prompts = bench.fresh(tasks)
-                seconds, _ = await stack.generate_all(prompts, num_tokens, drafter, num_clients)
-                each.append(len(prompts) * num_tokens / seconds)
+                sent = (bench.fresh(tasks), num_tokens, drafter, num_clients)
+                each.append(await stack.steady_speed(*sent))
     ratios = {
         n: statistics.median(ours) / statistics.median(plain)
         for n, (ours, plain) in measured.items()
@@ -60,65 +56,113 @@ async def never_below_plain_worst(bench: Bench) -> Measurement:
 @row("pair_1_client_vs_plain", unit="tokens/s", at_least=2.2)
 async def pair_1_client_vs_plain(bench: Bench) -> Measurement:
     """One client against plain `generate`."""
-    return await one_client(bench, MIXED, _pool(bench))
+    return await one_client(bench, MIXED, bench.default_pool)
 
 
 @row("pair_1_client_vs_assisted", unit="tokens/s", at_least=2.2)
 async def pair_1_client_vs_assisted(bench: Bench) -> Measurement:
-    """One client against assisted generation by the method and draft length that are fastest."""
-    peer, num_tokens = await bench.peer(), bench.scale.num_new_tokens
-    prompts, is_quick = bench.fresh(MIXED), bench.scale.num_runs == 1
-    speeds: dict[tuple[str, int], float] = {}
+    """One client against assisted generation with the same drafter: the embedded target with fewer
+    layers, as a drafter of ours on the other core and as their assistant at its best length."""
+    assistant = _assistant(bench)
+    speeds = await _assisted_speeds(bench, assistant)
+    (_, length) = best = max(speeds, key=speeds.__getitem__)
+    target = bench.config.target
+    pool = DrafterPoolConfig(
+        name="small",
+        kind="draft_model",
+        max_draft_tokens=4,
+        model=target.model_copy(update={"model": assistant}),
+    )
+    empty = {"default_pool": "", "fallback_pool": ""}
+    settings = bench.config.orchestrator.model_copy(update=empty)
+    changes = {"drafter_pools": [pool], "orchestrator": settings}
+    async with bench.stack_of(bench.config.model_copy(update=changes)) as stack:
+        measured = await _in_turns(bench, stack, pool.name, assistant, length)
+    note = f"assisted, tokens/s by length: {_told(speeds)}; {best[1]} is best"
+    return Measurement(*measured, [note])
+
+
+@row("pair_1_client_vs_best_assisted", unit="tokens/s")
+async def pair_1_client_vs_best_assisted(bench: Bench) -> Measurement:
+    """One client with the default pool against whatever transformers is fastest with: prompt lookup
+    or that assistant. It cannot assist with a layer on the target's hidden states."""
+    is_quick, assistant, prompts = bench.scale.num_runs == 1, _assistant(bench), bench.fresh(MIXED)
+    total = len(prompts) * bench.scale.num_new_tokens
+    speeds = await _assisted_speeds(bench, assistant)
     for length in _LOOKUPS[: 1 if is_quick else None]:
-        speeds["prompt lookup", length] = await lookup_seconds(bench, prompts, length)
-    assistant = bench.config.target.model if is_quick else resolve_model(_ASSISTANT)
-    for length in _ASSISTED[: 1 if is_quick else None]:
-        options = {"num_draft_tokens": length, "assistant": assistant}
-        await peer.call("assist", method="draft_model", **options)
-        seconds = 0.0
-        for prompt in prompts:
-            call = {"prompt": prompt, "max_new_tokens": num_tokens}
-            seconds += float((await peer.call("generate_assisted", **call))["seconds"])
-        speeds["assistant", length] = seconds
-    method, length = best = min(speeds, key=speeds.__getitem__)
-    total = len(prompts) * num_tokens
-    told = ", ".join(f"{m} {n}: {total / seconds:.1f}" for (m, n), seconds in speeds.items())
+        speeds["lookup", length] = total / await lookup_seconds(bench, prompts, length)
+    method, length = max(speeds, key=speeds.__getitem__)
+    if method == "lookup":
+        assistant = ""
+    measured = await _in_turns(bench, await bench.stack(), bench.default_pool, assistant, length)
+    note = f"transformers, tokens/s: {_told(speeds)}; {method} with {length} tokens is best"
+    return Measurement(*measured, [note])
+
+
+def _assistant(bench: Bench) -> str:
+    return bench.config.target.model if bench.scale.num_runs == 1 else resolve_model(_ASSISTANT)
+
+
+def _told(speeds: dict[tuple[str, int], float]) -> str:
+    return ", ".join(f"{method} {n}: {speed:.1f}" for (method, n), speed in speeds.items())
+
+
+async def _assisted_speeds(bench: Bench, assistant: str) -> dict[tuple[str, int], float]:
+    """Tokens per second of assisted generation by draft length; the best one is set up last."""
+    prompts = bench.fresh(MIXED)
+    total = len(prompts) * bench.scale.num_new_tokens
+    speeds: dict[tuple[str, int], float] = {}
+    for length in _ASSISTED[: 1 if bench.scale.num_runs == 1 else None]:
+        await _assist(bench, assistant, length)
+        seconds = [await _assisted_seconds(bench, prompt) for prompt in prompts]
+        speeds["assistant", length] = total / sum(seconds)
+    await _assist(bench, assistant, max(speeds, key=speeds.__getitem__)[1])
+    return speeds
+
+
+async def _assist(bench: Bench, assistant: str, length: int) -> None:
+    options = {"num_draft_tokens": length, "assistant": assistant}
+    await (await bench.peer()).call("assist", method="draft_model", **options)
+
+
+async def _assisted_seconds(bench: Bench, prompt: list[int]) -> float:
+    call = {"prompt": prompt, "max_new_tokens": bench.scale.num_new_tokens}
+    return float((await (await bench.peer()).call("generate_assisted", **call))["seconds"])
+
+
+async def _in_turns(
+    bench: Bench, stack: Stack, pool: str, assistant: str, length: int
+) -> tuple[list[float], list[float]]:
+    """Tokens per second of ours and of theirs, prompt after prompt; theirs with the assistant that
+    is set up, or with prompt lookup of `length` tokens."""
     ours: list[float] = []
     theirs: list[float] = []
-    stack = await bench.stack()
-    if method == "assistant":
-        options = {"num_draft_tokens": length, "assistant": assistant}
-        await peer.call("assist", method="draft_model", **options)
+    num_tokens = bench.scale.num_new_tokens
     for _ in range(bench.scale.num_runs):
         spent = [0.0, 0.0]
         for prompt in bench.fresh(MIXED):
             begin = time.perf_counter()
-            await stack.generate(prompt, num_tokens, _pool(bench))
+            await stack.generate(prompt, num_tokens, pool)
             spent[0] += time.perf_counter() - begin
-            if method == "assistant":
-                call = {"prompt": prompt, "max_new_tokens": num_tokens}
-                spent[1] += float((await peer.call("generate_assisted", **call))["seconds"])
+            if assistant:
+                spent[1] += await _assisted_seconds(bench, prompt)
             else:
                 spent[1] += await lookup_seconds(bench, [prompt], length)
-        ours.append(total / spent[0])
-        theirs.append(total / spent[1])
-    note = (
-        "transformers cannot assist with a layer on hidden states; of what it can (tokens/s: "
-        f"{told}) {best[0]} with {best[1]} tokens is its best"
-    )
-    return Measurement(ours, theirs, [note])
+        ours.append(len(MIXED) * num_tokens / spent[0])
+        theirs.append(len(MIXED) * num_tokens / spent[1])
+    return ours, theirs
 
 
 @row("pair_8_clients_vs_batched", unit="tokens/s", at_least=1.5)
 async def pair_8_clients_vs_batched(bench: Bench) -> Measurement:
     """Eight clients against `generate` on batches of eight."""
-    return await eight_clients(bench, MIXED * 2, _pool(bench))
+    return await eight_clients(bench, MIXED * 4, bench.default_pool)
 
 
 @row("itl_p99_with_4k_prompts", unit="ms", at_most=3.0)
 async def itl_p99_with_4k_prompts(bench: Bench) -> Measurement:
-    """Gaps between two tokens of running streams, from the first token to the last, while prompts
-    of 4096 tokens arrive: the 99th percentile over the median. Without drafts."""
+    """Gaps between two tokens of running streams while prompts of 4096 tokens arrive, the 99th
+    percentile, over the median gap of the same streams before. Without drafts."""
     is_quick = bench.scale.num_runs == 1
     long = min(_LONG, bench.scale.max_context) if is_quick else _LONG
     limits = {} if is_quick else {"max_length": 8192}
@@ -133,39 +177,45 @@ async def itl_p99_with_4k_prompts(bench: Bench) -> Measurement:
         }
     )
     async with bench.stack_of(config) as stack:
-        gaps = await _gaps(bench, stack, long)
-    gaps.sort()
-    p50, p99 = (1000 * gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.99))
-    chunk = config.orchestrator.max_prefill_tokens
-    note = f"{len(gaps)} gaps of {_NUM_STREAMS} streams; chunks of up to {chunk} prompt tokens"
-    return Measurement([p99], [p50], [note, f"longest gap {1000 * gaps[-1]:.0f} ms"])
+        before, beside, reading_s = await _gaps(bench, stack, long)
+    p50, p99 = 1000 * statistics.median(before), 1000 * beside[int(0.99 * (len(beside) - 1))]
+    notes = [
+        f"{len(beside)} gaps of {_NUM_STREAMS} streams beside prompts of {long} tokens, each of "
+        f"which was read in {reading_s:.1f} s",
+        f"their median {1000 * statistics.median(beside):.0f}, longest {1000 * beside[-1]:.0f} ms",
+    ]
+    return Measurement([p99], [p50], notes)
 
 
-async def _gaps(bench: Bench, stack: Stack, long: int) -> list[float]:
-    """Seconds between two tokens of the streams. The long prompts come when each stream has a
-    quarter of its tokens, one after the other."""
+async def _gaps(bench: Bench, stack: Stack, long: int) -> tuple[list[float], list[float], float]:
+    """Seconds between two tokens of the streams, sorted: before the long prompts come, and from
+    their coming until the last has its first token. They come when each stream has a quarter of its
+    tokens, one after the other; and the seconds from sending one to its token."""
     num_tokens = 6 * bench.scale.num_new_tokens if bench.scale.num_runs > 1 else 16
     filler = bench.fresh([" ".join(MIXED * 8)])[0]
     prompts = [([200 + i] + filler * (1 + long // len(filler)))[:long] for i in range(2)]
 
-    async def arrive() -> None:
+    async def arrive() -> tuple[float, float]:
         await stack.generate(bench.fresh(MIXED[:1])[0], num_tokens // 4)
+        begin = time.perf_counter()
         for prompt in prompts[:_NUM_ARRIVALS]:
             await stack.generate(prompt, 1)
+        return begin, time.perf_counter()
 
     streams = [stack.generate(p, num_tokens) for p in bench.fresh(MIXED[:_NUM_STREAMS])]
-    generations, _ = await asyncio.gather(asyncio.gather(*streams), arrive())
-    return [
-        after.at_s - before.at_s
-        for generation in generations
-        for before, after in itertools.pairwise(generation.blocks)
-    ]
+    generations, (begin, end) = await asyncio.gather(asyncio.gather(*streams), arrive())
+    pairs = [pair for each in generations for pair in itertools.pairwise(each.blocks)]
+    started = max(each.blocks[0].at_s for each in generations)
+    before = [b.at_s - a.at_s for a, b in pairs if started < a.at_s and b.at_s <= begin]
+    beside = [b.at_s - a.at_s for a, b in pairs if begin < b.at_s and a.at_s < end]
+    return sorted(before or beside), sorted(beside), (end - begin) / _NUM_ARRIVALS
 
 
 ROWS = (
     never_below_plain_worst,
     pair_1_client_vs_plain,
     pair_1_client_vs_assisted,
+    pair_1_client_vs_best_assisted,
     pair_8_clients_vs_batched,
     itl_p99_with_4k_prompts,
 )

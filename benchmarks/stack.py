@@ -160,6 +160,25 @@ class Stack:
         await asyncio.gather(*(client() for _ in range(num_clients)))
         return time.perf_counter() - begin, generations
 
+    async def steady_speed(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: str, num_clients: int
+    ) -> float:
+        """Tokens per second that so many clients get, until the first of them finds no prompt."""
+        waiting = iter(prompts)
+        generations: list[Generation] = []
+        ends: list[float] = []
+
+        async def client() -> None:
+            for prompt in waiting:
+                generations.append(await self.generate(prompt, max_new_tokens, drafter, ids=True))
+            ends.append(time.perf_counter())
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        end = min(ends)
+        blocks = [block for generation in generations for block in generation.blocks]
+        return sum(len(b.token_ids) for b in blocks if b.at_s <= end) / (end - begin)
+
     async def verifier_time(self) -> VerifierTime:
         """The verifier's own account of its time."""
         text = await asyncio.to_thread(_fetch, f"http://{self._metrics}/metrics")

@@ -1,10 +1,11 @@
 """Rows of where time goes around the target: how long it stands still, what the orchestrator uses.
 
 The orchestrator's own recorder (`forerun trace`) is on: the services say what they did and for how
-long, and the orchestrator when it sent and heard. Prompt lookup drafts, over gRPC and from a
-process of its own, so every round has its way to the drafter in it. The verifier's idle time is
-what is left between its first batch and its last when its forwards, its rule and the drafters
-beside it are taken out.
+long, and the orchestrator when it sent and heard. The default pool drafts, as it is served; the
+rows named `remote` have prompt lookup in a process of its own instead, so every round has its way
+to the drafter and back in it, and nothing hides it. The verifier's idle time is what is left
+between its first batch and its last when its forwards, its rule and the drafters beside it are
+taken out.
 """
 
 import json
@@ -18,10 +19,10 @@ from orchestrator.timeline import CAUSES
 _CPU_MS_PER_ROUND, _CPU_MS_PER_ROW = 1.0, 0.05
 
 
-async def _figures(bench: Bench, num_clients: int) -> list[dict[str, Any]]:
+async def _figures(bench: Bench, num_clients: int, is_remote: bool = False) -> list[dict[str, Any]]:
     """What the recorder told of each run; a first one is not told."""
-    stack = await bench.traced_stack()
-    drafter, num_tokens = bench.pool("ngram"), bench.scale.num_new_tokens
+    stack, num_tokens = await bench.traced_stack(), bench.scale.num_new_tokens
+    drafter = bench.pool("ngram") if is_remote else bench.default_pool
     tasks = MIXED[:4] if num_clients == 1 else MIXED * 2
     await stack.generate_all(bench.fresh(tasks[:num_clients]), num_tokens // 4, drafter)
     figures = []
@@ -35,8 +36,8 @@ async def _figures(bench: Bench, num_clients: int) -> list[dict[str, Any]]:
     return figures
 
 
-async def _idle(bench: Bench, num_clients: int) -> Measurement:
-    runs = await _figures(bench, num_clients)
+async def _idle(bench: Bench, num_clients: int, is_remote: bool = False) -> Measurement:
+    runs = await _figures(bench, num_clients, is_remote)
     idle = [run["verifier_idle"] * run["seconds"] for run in runs]
     return Measurement(idle, [run["seconds"] for run in runs], _notes(runs))
 
@@ -73,6 +74,18 @@ async def verifier_idle_8_clients(bench: Bench) -> Measurement:
     return await _idle(bench, 8)
 
 
+@row("verifier_idle_remote_1_client", unit="s")
+async def verifier_idle_remote_1_client(bench: Bench) -> Measurement:
+    """One client, a drafter elsewhere that nothing hides."""
+    return await _idle(bench, 1, is_remote=True)
+
+
+@row("verifier_idle_remote_8_clients", unit="s")
+async def verifier_idle_remote_8_clients(bench: Bench) -> Measurement:
+    """The same with eight clients."""
+    return await _idle(bench, 8, is_remote=True)
+
+
 @row("orchestrator_cpu_per_round", unit="ms/round", at_most=1.0)
 async def orchestrator_cpu_per_round(bench: Bench) -> Measurement:
     """CPU time of the orchestrator's process, all threads, over 1.0 ms + 0.05 ms per row."""
@@ -84,4 +97,10 @@ async def orchestrator_cpu_per_round(bench: Bench) -> Measurement:
     return Measurement(ours, allowed, _notes(runs))
 
 
-ROWS = (verifier_idle_1_client, verifier_idle_8_clients, orchestrator_cpu_per_round)
+ROWS = (
+    verifier_idle_1_client,
+    verifier_idle_8_clients,
+    verifier_idle_remote_1_client,
+    verifier_idle_remote_8_clients,
+    orchestrator_cpu_per_round,
+)

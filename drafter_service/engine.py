@@ -25,6 +25,9 @@ from drafter_service.sequences import HeldSequence, Key, Limits, SequenceTable
 #: While drafts are always wanted, the share of steps that goes to reading prompts is one in this.
 _PREFILL_EVERY = 5
 
+#: So few tokens are read with the next draft, which takes no longer for it.
+_SMALL_LAG = 16
+
 _log = structlog.get_logger(__name__)
 
 _Batch = list[tuple[Key, DraftJob]]
@@ -147,7 +150,9 @@ class DrafterEngine:
 
     def _lag(self, held: HeldSequence) -> int:
         """Tokens to catch up with: those not seen, or those whose features wait."""
-        return held.num_untold if self._drafter.needs else held.lag
+        if self._drafter.needs:
+            return held.num_untold
+        return held.lag if held.wanted or held.lag > _SMALL_LAG else 0
 
     def _choose(self) -> _Batch:
         """The next batch: every wanted draft, or else a chunk of what the drafter has not read;
@@ -213,7 +218,8 @@ class DrafterEngine:
 def _plan(key: Key, held: HeldSequence, draft: Draft) -> Plan:
     """The draft that was wanted, for the known outcome."""
     draft, held.wanted = draft.cut(held.wanted), 0
-    branch = Branch(held.accepted, held.token_ids[-1], draft.token_ids, draft.distributions)
+    outcome = held.accepted, held.token_ids[-1]
+    branch = Branch(*outcome, draft.token_ids, draft.distributions, draft.is_copy)
     return Plan(key[1], held.generation, held.base_length, (branch,))
 
 

@@ -18,7 +18,7 @@ from orchestrator.controller import Acceptance, Rate
 class Foresight:
     """Of a pool's sequences, lately."""
 
-    _PACE_WEIGHT = 0.1
+    _PACE_WEIGHT, _FADING = 0.1, 0.998
 
     def __init__(self, first: Rate) -> None:
         """`first`: how often a draft's first token is right, and so the first guess behind none."""
@@ -65,17 +65,31 @@ class Foresight:
         return in_time * self._behind_draft.value, in_time * self._behind_nothing.value
 
     def best_length(
-        self, acceptance: Acceptance, longest: int, verify_s: Callable[[int], float]
+        self,
+        acceptance: Acceptance,
+        longest: int,
+        verify_s: Callable[[int], float],
+        is_ahead: bool = True,
     ) -> int:
-        """The draft length, at least 1 and at most `longest`, with the most tokens per second.
-        `verify_s`: of a round with so many draft tokens."""
-        if not self.is_timed:
+        """The draft length of at most `longest` with the most tokens per second; at least 1 where
+        drafts are made ahead, which costs the target nothing. `verify_s`: of a round with so many
+        draft tokens. A drafter that is not asked is thought faster by and by, and tried again."""
+        if not self.is_timed or longest == 0:
             return longest
 
         def speed(length: int) -> float:
-            return acceptance.tokens(length) / self._round_s(length, verify_s(length))
+            seconds = verify_s(length)
+            if is_ahead:
+                seconds = self._round_s(length, seconds)
+            elif length:
+                seconds += self.wait_s(length)
+            return acceptance.tokens(length) / seconds
 
-        return max(range(1, longest + 1), key=speed, default=0)
+        best = max(range(int(is_ahead), longest + 1), key=speed)
+        if best == 0:
+            self._link_s *= self._FADING
+            self._step_s *= self._FADING
+        return best
 
     def _round_s(self, length: int, verify_s: float) -> float:
         """Seconds from verdict to verdict: a miss waits, or does with a round more; what was

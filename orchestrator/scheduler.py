@@ -174,11 +174,12 @@ class Scheduler:
             worthwhile = self.controller.allot(longest, len(decoding), is_near=is_near)
             for sequence, length in zip(decoding, worthwhile, strict=True):
                 sequence.num_worthwhile = length
-                if sequence.max_branches:
+                if sequence.max_branches or (sequence.drafter and not sequence.near.pool):
                     sequence.num_worthwhile = sequence.foresight.best_length(
-                        sequence.histories.model,
+                        sequence.histories.best,
                         length,
                         lambda k: self.controller.costs.seconds(len(decoding), k),
+                        bool(sequence.max_branches),
                     )
 
 

@@ -1,5 +1,7 @@
 """Whether a row waits for a draft, and how long drafts pay; numbers one can compute by hand."""
 
+from functools import partial
+
 import pytest
 
 from core.types import Branch, Plan, Verdict
@@ -164,3 +166,15 @@ def test_behind_a_whole_block_branches_are_late_not_missing() -> None:
         plans = Plans(is_ahead=True)
         plans.branches[5, 0, 4] = Branch(0, 4, (6,))
         assert plans.decide((5, accepted, 9), 2, known) == [cause]
+
+
+def test_a_draft_that_is_waited_for_must_pay_for_the_wait() -> None:
+    """Without drafting ahead each draft costs its whole way: a slow drafter is left out, whatever
+    it gets right, and asked again some time."""
+    slow, quick = Foresight(Rate(0.5, 1, 1)), Foresight(Rate(0.5, 1, 1))
+    slow.time(0.100, 0.080, 4)
+    quick.time(0.004, 0.002, 4)
+    length = partial(slow.best_length, acceptance(0.6), 4, lambda k: ROUND_S, is_ahead=False)
+    assert length() == 0
+    assert quick.best_length(acceptance(0.6), 4, lambda k: ROUND_S, is_ahead=False) == 4
+    assert any(length() for _ in range(2000)), "it is never found out that it became fast"
