@@ -17,6 +17,8 @@ from orchestrator.costs import RoundCosts
 #: No draft is longer; what a sequence may ask for before the controller knows better.
 MAX_DRAFT_TOKENS = 64
 _MIN_CHANCE = 0.02
+#: Chances are estimates, and the largest of many are those that were estimated too high.
+_CAUTION = 0.9
 
 
 class Rate:
@@ -136,7 +138,7 @@ class Controller:
         """Draft tokens to verify per row.
 
         drafts: (acceptance history, length of the draft at hand) of each row that has a draft.
-        num_rows: rows of the batch, with or without. num_prompt: its tokens of prompts.
+        num_rows: rows of the batch that decode, with or without. num_prompt: its tokens of prompts.
         is_near: for drafts that are not made yet, which of them would be beside the target.
         """
         lengths = [length for _, length in drafts]
@@ -155,7 +157,7 @@ class Controller:
         num_near = num_steps = 0
         best_goodput = expected / self.costs.seconds(num_rows, 0, num_prompt)
         for taken, (gain, minus_j, row) in enumerate(gains, start=1):
-            expected += gain
+            expected += _CAUTION * gain
             if is_near and is_near[row]:
                 num_near, num_steps = num_near + 1, max(num_steps, -minus_j)
             seconds = self.costs.seconds(num_rows, taken, num_prompt)

@@ -144,9 +144,9 @@ class Scheduler:
                 chunks.append((sequence, size))
                 prefill, bounded, room = prefill - size, bounded - size, room - size
         drafts = [(s.acceptance, len(s.draft_at_hand())) for s in decoding]
-        num_rows, num_prompt = len(decoding) + len(chunks), sum(size for _, size in chunks)
-        lengths = self.controller.allot(drafts, num_rows, num_prompt)
-        self._judge(decoding)
+        lengths = self.controller.allot(drafts, len(decoding), sum(size for _, size in chunks))
+        ending = [s for s, size in chunks if size == s.num_unverified]
+        self._judge(decoding + ending)
         rows = []
         for sequence, length in zip(decoding, lengths, strict=True):
             rows.append(sequence.next_row(1, min(length, room)))
