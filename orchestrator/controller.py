@@ -90,9 +90,14 @@ class Acceptance:
         """Chance that the first `j` (at least 1) draft tokens are all accepted."""
         return self.first.value * self.further.value ** (j - 1)
 
+    def chances(self, length: int) -> list[float]:
+        """`chance` of each token of a draft of so many."""
+        chance, further = self.first.value, self.further.value
+        return [chance * further**j for j in range(length)]
+
     def tokens(self, length: int) -> float:
         """Tokens expected of a round with a draft of so many."""
-        return 1 + sum(self.chance(j) for j in range(1, length + 1))
+        return 1 + sum(self.chances(length))
 
 
 class Histories:
@@ -148,8 +153,8 @@ class Controller:
             (
                 (chance, -j, row)
                 for row, (acceptance, length) in enumerate(drafts)
-                for j in range(1, length + 1)
-                if (chance := acceptance.chance(j)) >= _MIN_CHANCE
+                for j, chance in enumerate(acceptance.chances(length), start=1)
+                if chance >= _MIN_CHANCE
             ),
             reverse=True,
         )

@@ -25,6 +25,7 @@ class Cost:
 
     def __init__(self) -> None:
         self._sums = [0.0] * 9
+        self._plane: tuple[float, float, float, float] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -37,19 +38,27 @@ class Cost:
             seconds = min(seconds, self._MAX_SURPRISE * self.seconds(a, b))
         terms = (1.0, a, b, seconds, a * a, a * b, b * b, a * seconds, b * seconds)
         self._sums = [self._KEEP * old + new for old, new in zip(self._sums, terms, strict=True)]
+        self._plane = None
 
     def seconds(self, a: int, b: int) -> float:
         """Expected seconds; 1.0 whatever the counts while nothing is known."""
+        if self._plane is None:
+            self._plane = self._fit()
+        start, slope_a, slope_b, least = self._plane
+        return max(start + slope_a * a + slope_b * b, least)
+
+    def _fit(self) -> tuple[float, float, float, float]:
+        """Seconds at the origin, the two slopes, and the least that is believed."""
         weight = self._sums[0]
         if weight == 0:
-            return 1.0
+            return 1.0, 0.0, 0.0, 0.0
         mean_a, mean_b, mean, aa, ab, bb, ay, by = (total / weight for total in self._sums[1:])
         aa, bb = aa - mean_a**2 + self._RIDGE, bb - mean_b**2 + self._RIDGE
         ab, ay, by = ab - mean_a * mean_b, ay - mean_a * mean, by - mean_b * mean
         determinant = aa * bb - ab * ab
         slope_a = max(0.0, (ay * bb - by * ab) / determinant)
         slope_b = max(0.0, (by * aa - ay * ab) / determinant)
-        return max(mean + slope_a * (a - mean_a) + slope_b * (b - mean_b), 0.1 * mean)
+        return mean - slope_a * mean_a - slope_b * mean_b, slope_a, slope_b, 0.1 * mean
 
 
 class VerifyCost(Cost):

@@ -33,6 +33,14 @@ def test_gaps_are_bridged_only_when_that_is_cheap() -> None:
     assert slots(group_segments([Segment(0, 2000, 1), Segment(2, 2000, 1)])) == [[0], [2]]
 
 
+def test_a_long_draft_does_not_widen_the_others() -> None:
+    """Breaks when each row of a batch is padded to the longest draft: ten queries for one."""
+    counts = [1, 1, 1, 11, 1, 1, 1, 1]
+    rows = [Segment(i, 300, count) for i, count in enumerate(counts)]
+    assert slots(group_segments(rows)) == [[0, 1, 2], [3], [4, 5, 6, 7]]
+    assert slots(group_segments([Segment(i, 300, 1 + i % 2) for i in range(8)])) == [[*range(8)]]
+
+
 def test_prompts_are_attended_alone() -> None:
     """Breaks when a draft's queries are padded to a prompt's length."""
     rows = [Segment(1, 10, 1), Segment(3, 10, 5), Segment(0, 0, 100), Segment(2, 0, 90)]

@@ -246,6 +246,19 @@ def test_prompts_are_read_in_chunks_behind_wanted_drafts(
     assert [(len(job.token_ids), job.num_unchanged) for job in chunks] == [(4, 0), (8, 4)]
 
 
+def test_a_few_tokens_are_read_with_the_next_draft(
+    engine: DrafterEngine, drafter: Counting
+) -> None:
+    """A forward for every commit that wants no draft keeps the drafts of others waiting."""
+    engine.apply(0, opened(5, [1, 2, 3], k=1))
+    run(engine)
+    engine.apply(0, committed(5, 3, [4], k=0))
+    assert not engine.has_work
+    engine.apply(0, committed(5, 4, [5], k=2))
+    assert run(engine)[0].plans == (Plan(5, 1, 4, (Branch(0, 5, (6, 7)),)),)
+    assert [job.num_unchanged for [job] in drafter.batches] == [0, 3]
+
+
 def test_a_job_says_how_much_of_it_is_unchanged(engine: DrafterEngine, drafter: Counting) -> None:
     """A cache that trusts too much drafts from tokens that were taken back."""
     engine.apply(0, opened(5, [1, 2, 3], k=1))

@@ -80,6 +80,18 @@ def test_a_long_match_wins_and_the_model_drafts_elsewhere(tiny_llama: Path) -> N
     assert shorter[2].token_ids == (9, 5, 2) and shorter[1] == mixed[1]
 
 
+def test_copies_are_told_apart_and_asked_for_on_their_own() -> None:
+    """A copy is free to make and right for long; a model's draft may not be worth its time."""
+    inner = Counter()
+    drafter = hybrid(inner)
+    asked = [job(1, COPIED, 0, num_copy_tokens=3), job(2, FRESH, 0, num_copy_tokens=3)]
+    copied, nothing = drafter.draft(asked)
+    assert (copied.token_ids, copied.is_copy) == ((9, 8, 7), True)
+    assert nothing.token_ids == () and not inner.calls, "nobody wants its drafts"
+    short, own = drafter.draft([job(1, COPIED, 2), job(2, FRESH, 2)])
+    assert short.is_copy and short.cut(1).is_copy and own == Draft((100, 100))
+
+
 def test_a_long_draft_is_asked_of_the_lookup_only() -> None:
     """A copy goes on for long and costs nothing; a model asked for as much would pay for it."""
     inner = Counter()

@@ -1,9 +1,19 @@
 """Admission and micro-batches, without a clock: time is a number the test passes in."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.errors import OverloadedError
-from core.types import Branch, DrafterInfo, ModelIdentity, Plan
+from core.types import (
+    Branch,
+    DrafterInfo,
+    ModelIdentity,
+    Plan,
+    VerifyResult,
+    VerifyTimings,
+)
+from orchestrator.costs import BatchWork
 from orchestrator.pipeline import Sequence
 from orchestrator.pool import Pool, explain_mismatch
 from orchestrator.requests import Health
@@ -69,6 +79,37 @@ def test_prompt_chunks_take_only_the_room_beside_decoding_rows() -> None:
     prompt.assign_verifier("a")
     rows = scheduler.select([decoding, prompt], 40, now=0.0).rows
     assert [row.num_tokens for row in rows] == [1, 8] and rows[1].partial
+
+
+def test_long_prompts_slow_streams_down_by_a_bounded_time() -> None:
+    """4 ms a prompt token beside rounds of 20 ms: after a first chunk, which may be cached, a chunk
+    takes 30 ms; more prompts than streams may take more."""
+    scheduler = _scheduler(max_prefill_tokens=64)
+    costs, done = scheduler.controller.costs, VerifyTimings(forward_ns=20_000_000, num_forwards=1)
+    for _ in range(9):
+        costs.observe(BatchWork(1, 0, 0), VerifyResult(1, (), timings=done))
+    costs.observe(
+        BatchWork(0, 0, 10), VerifyResult(1, (), timings=replace(done, forward_ns=40_000_000))
+    )
+    stream, prompts = _decoding(1), [make_sequence(i, prompt=(7,) * 200) for i in (2, 3, 4)]
+    for prompt in prompts:
+        prompt.assign_verifier("a")
+    assert _sizes(scheduler, stream, prompts[:1]) == [1, 64]
+    prompts[0].verified = 64
+    assert _sizes(scheduler, stream, prompts[:1]) == [1, 8]  # 1.5 * 20 ms / 4 ms, but 8 at least
+    for prompt in prompts:
+        prompt.verified = 64
+    assert _sizes(scheduler, stream, prompts) == [1, 22]
+    prompts[0].cached_prompt_tokens = 64  # all of it was cached so far: the rest may be, too
+    assert _sizes(scheduler, stream, prompts[:1]) == [1, 64]
+
+
+def _sizes(scheduler: Scheduler, *sequences: Sequence | list[Sequence]) -> list[int]:
+    rows = [s for each in sequences for s in (each if isinstance(each, list) else [each])]
+    selection = scheduler.select(rows, 200, now=0.0)
+    for sequence in rows:
+        sequence.row = None
+    return [row.num_tokens for row in selection.rows]
 
 
 def test_prompts_alone_use_the_whole_budget_and_never_more() -> None:
