@@ -32,6 +32,7 @@ from orchestrator.engine import Engine
 from orchestrator.requests import Finished, GenerationRequest, ReplicaSpec
 from verifier_service.server import serve_verifier
 
+ORCHESTRATOR = {"draft_wait_ms": 2000, "adaptive_draft_length": False}
 MODEL: dict[str, Any] = {
     "dtype": "float32",
     "device_map": "cpu",
@@ -89,7 +90,8 @@ async def serving(
     **orchestrator: Any,
 ) -> AsyncIterator[Stack]:
     """Start one verifier, a pool's drafters (NAME, NAME-1, ...), and an engine; stop them all at
-    the end."""
+    the end. Unless told otherwise every draft is verified whole: with models so small hardly any
+    is worth its wait."""
     config = ModelConfig(model=str(target), **{**MODEL, **(model or {})})
     attach = attacher([p for p in pools if p.attached])
     registries = collections.defaultdict[str, CollectorRegistry](CollectorRegistry)
@@ -113,9 +115,7 @@ async def serving(
         return ReplicaSpec(replica_id, pool_name, resolve)
 
     specs = [spec("verifier", ""), *(spec(name, p.name) for name, p in remote.items())]
-    engine = Engine(
-        OrchestratorConfig(**{"draft_wait_ms": 2000, **orchestrator}), list(pools), specs
-    )
+    engine = Engine(OrchestratorConfig(**{**ORCHESTRATOR, **orchestrator}), list(pools), specs)
     tokenizer = Tokenizer.load(str(target))
     stack = Stack(engine, [verifier], drafters, tokenizer, addresses, registries)
     try:
