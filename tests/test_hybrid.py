@@ -87,7 +87,7 @@ def test_copies_are_told_apart_and_asked_for_on_their_own() -> None:
     asked = [job(1, COPIED, 0, num_copy_tokens=3), job(2, FRESH, 0, num_copy_tokens=3)]
     copied, nothing = drafter.draft(asked)
     assert (copied.token_ids, copied.is_copy) == ((9, 8, 7), True)
-    assert nothing.token_ids == () and not inner.calls, "nobody wants its drafts"
+    assert nothing == Draft() and not inner.calls, "nobody wants its drafts"
     short, own = drafter.draft([job(1, COPIED, 2), job(2, FRESH, 2)])
     assert short.is_copy and short.cut(1).is_copy and own == Draft((100, 100))
 

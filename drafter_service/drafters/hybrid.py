@@ -120,7 +120,7 @@ class HybridDrafter(Drafter):
     def _as_asked(self, job: DraftJob, draft: Draft) -> Draft:
         """The lookup's draft as the job's rule takes it; empty where the inner kind drafts."""
         rule = job.sampling.rule
-        if rule is Rule.ENSEMBLE:
+        if rule is Rule.ENSEMBLE or not draft.token_ids:
             return Draft()
         certain: tuple[SparseDistribution, ...] = ()
         if self.has_distributions and rule.needs_distributions:
