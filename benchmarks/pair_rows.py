@@ -17,7 +17,7 @@ from benchmarks.prompts import MIXED
 from benchmarks.registry import Measurement, row
 from benchmarks.serving_rows import eight_clients, lookup_seconds, one_client
 from benchmarks.stack import Stack
-from core.config import DrafterPoolConfig
+from core.config import Config, DrafterPoolConfig
 from core.embedded import resolve_model
 
 _LOOKUPS = (2, 3, 5, 8, 10)
@@ -65,20 +65,16 @@ async def pair_1_client_vs_assisted(bench: Bench) -> Measurement:
     layers, as a drafter of ours on the other core and as their assistant at its best length."""
     assistant = _assistant(bench)
     speeds = await _assisted_speeds(bench, assistant)
-    (_, length) = best = max(speeds, key=speeds.__getitem__)
-    target = bench.config.target
+    _, length = max(speeds, key=speeds.__getitem__)
     pool = DrafterPoolConfig(
         name="small",
         kind="draft_model",
         max_draft_tokens=4,
-        model=target.model_copy(update={"model": assistant}),
+        model=bench.config.target.model_copy(update={"model": assistant}),
     )
-    empty = {"default_pool": "", "fallback_pool": ""}
-    settings = bench.config.orchestrator.model_copy(update=empty)
-    changes = {"drafter_pools": [pool], "orchestrator": settings}
-    async with bench.stack_of(bench.config.model_copy(update=changes)) as stack:
+    async with bench.stack_of(_with_pools(bench, [pool])) as stack:
         measured = await _in_turns(bench, stack, pool.name, assistant, length)
-    note = f"assisted, tokens/s by length: {_told(speeds)}; {best[1]} is best"
+    note = f"assisted, tokens/s by length: {_told(speeds)}; {length} is best"
     return Measurement(*measured, [note])
 
 
@@ -97,6 +93,18 @@ async def pair_1_client_vs_best_assisted(bench: Bench) -> Measurement:
     measured = await _in_turns(bench, await bench.stack(), bench.default_pool, assistant, length)
     note = f"transformers, tokens/s: {_told(speeds)}; {method} with {length} tokens is best"
     return Measurement(*measured, [note])
+
+
+def _with_pools(bench: Bench, pools: list[DrafterPoolConfig], **limits: int) -> Config:
+    """The configuration with these pools only, and with other limits of the target."""
+    empty = {"default_pool": "", "fallback_pool": ""}
+    return bench.config.model_copy(
+        update={
+            "target": bench.config.target.model_copy(update=limits),
+            "drafter_pools": pools,
+            "orchestrator": bench.config.orchestrator.model_copy(update=empty),
+        }
+    )
 
 
 def _assistant(bench: Bench) -> str:
@@ -166,17 +174,7 @@ async def itl_p99_with_4k_prompts(bench: Bench) -> Measurement:
     is_quick = bench.scale.num_runs == 1
     long = min(_LONG, bench.scale.max_context) if is_quick else _LONG
     limits = {} if is_quick else {"max_length": 8192}
-    config = bench.config.model_copy(
-        update={"target": bench.config.target.model_copy(update=limits), "drafter_pools": []}
-    )
-    config = config.model_copy(
-        update={
-            "orchestrator": config.orchestrator.model_copy(
-                update={"default_pool": "", "fallback_pool": ""}
-            )
-        }
-    )
-    async with bench.stack_of(config) as stack:
+    async with bench.stack_of(_with_pools(bench, [], **limits)) as stack:
         before, beside, reading_s = await _gaps(bench, stack, long)
     p50, p99 = 1000 * statistics.median(before), 1000 * beside[int(0.99 * (len(beside) - 1))]
     notes = [
